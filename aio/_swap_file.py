@@ -322,7 +322,7 @@ class SwapFile:
             os.fchmod(self.fd, 0o600)
         self._sidecar = sidecar
         try:
-            Owner.this().leave_word(sidecar)
+            Owner.this().write_atomically(sidecar)
         except OSError as error:
             # On a full drive, go on without the owner file, which is only for messages.
             if error.errno not in _NO_ROOM:

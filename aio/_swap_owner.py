@@ -95,7 +95,7 @@ class Owner:
         os.ftruncate(fd, 0)
         os.pwrite(fd, text, 0)
 
-    def leave_word(self, path: Path) -> None:
+    def write_atomically(self, path: Path) -> None:
         """Write this owner to `path` atomically. The caller holds the lock."""
         # A fixed temporary name: only the lock's holder writes that file, and so it replaces the
         # file of a holder that was killed.

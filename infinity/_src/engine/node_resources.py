@@ -250,7 +250,7 @@ class NodeResources:
         ranks succeeded. what: the name of the work, for errors. Once this object is `closed`, it
         communicates nothing. Raises: ValueError where `alike` is not the same on all ranks.
         """
-        if self.closed:  # other ranks may never take part
+        if self.closed:  # the other ranks may take part in no rendezvous
             yield lambda: None
             return
         with Rendezvous(self._comm, what) as rendezvous:

@@ -74,11 +74,11 @@ class OptimizerRegistry:
         self._open_rendezvous = open_rendezvous
         # Weak: once the user drops an optimizer, another one may own its parameters.
         self._optimizers: dict[Param, weakref.ref[Optimizer]] = {}
-        # Frozen parameters without states, with their optimizer; and which of them were unfrozen.
+        # Frozen parameters without states, with their optimizer; then the unfrozen ones of these.
         self._frozen: dict[Param, weakref.ref[Optimizer]] = {}
         self._unfrozen: dict[Param, None] = {}
-        self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
-        self._idle_masks: dict[Flat, int] = {}  # of these flats; see `FlatNeed`
+        self._formats: dict[Flat, Format] = {}  # flats that an optimizer holds or held
+        self._idle_masks: dict[Flat, int] = {}  # the same flats; see `FlatNeed`
         self._has_gradient_memory = False
 
     def optimizer_of(self, param: Param) -> Optimizer | None:

@@ -90,7 +90,7 @@ class PlacementPlanner:
         # Chosen once, for all parameters that require a gradient when the model is offloaded.
         self._spilled: frozenset[Flat] | None = None
         self._plan: PlacementPlan | None = None
-        self.scratch_bytes = 0  # of optimizers in Python; counted from the next plan on
+        self.scratch_bytes = 0  # scratch memory of optimizers in Python; the next plan counts it
         # By flat: the sections that few of its parameters use; see `FlatNeed.idle_mask`.
         self.idle_masks: Mapping[Flat, int] = {}
 
@@ -260,7 +260,7 @@ class PlacementPlanner:
         needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
         # Norms are taken of gradients, so only flats with states count.
         largest = max((param.numel for flat in formats for param in flat.params), default=0)
-        spill = None  # choose
+        spill = None  # `plan_placement` chooses
         if self._spilled is not None and stores_gradients:
             spill = [flat in self._spilled and flat in formats for flat in self._flats]
         return plan_placement(
@@ -330,7 +330,7 @@ class PlacementPlanner:
         )
 
     def _spill_advice(self) -> str:
-        """Return advice on how to make gradients spill; empty if they do."""
+        """Return advice on how to make gradients spill; empty if gradients spill."""
         if self._policy.grads != "nvme":
             return ", let gradients spill with Policy(grads='nvme') and a size for ram"
         return (

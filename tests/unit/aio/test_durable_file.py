@@ -106,7 +106,7 @@ def test_a_file_that_a_killed_process_is_about_to_let_go_of_is_waited_for(tmp_pa
     SwapFile.durable(place, "states").close()
     gone = Owner("here", Owner.this().boot_id, 2**22 + 1, 1)
     assert not gone.alive()
-    gone.leave_word(place / ".states.owner")
+    gone.write_atomically(place / ".states.owner")
     fd = os.open(place / "states", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     later = threading.Timer(0.2, os.close, (fd,))
@@ -115,7 +115,7 @@ def test_a_file_that_a_killed_process_is_about_to_let_go_of_is_waited_for(tmp_pa
         later.join()
     # Not indefinitely: another process may hold its lock.
     monkeypatch.setitem(swap_file.LET_GO_S, Life.GONE, 0.05)
-    gone.leave_word(place / ".states.owner")
+    gone.write_atomically(place / ".states.owner")
     fd = os.open(place / "states", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(AioError, match="is held by process 4194305 on here"):
@@ -139,7 +139,7 @@ def test_a_zombie_s_lock_is_waited_for(tmp_path, monkeypatch):
     later.start()
     with SwapFile.durable(place, "states"):
         later.join()
-    owner.leave_word(place / ".states.owner")
+    owner.write_atomically(place / ".states.owner")
     monkeypatch.setitem(swap_file.LET_GO_S, Life.ENDS, 0.05)
     fd = os.open(place / "states", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
