@@ -48,7 +48,7 @@ _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _OPEN = os.O_RDWR | os.O_CLOEXEC
 # No slash, and no leading dot, with which names of owner files begin.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-LET_GO_S = {Life.LIVES: 0.1, Life.ENDS: 60.0, Life.GONE: 2.0}
+LOCK_WAIT_S = {Life.LIVES: 0.1, Life.ENDS: 60.0, Life.GONE: 2.0}
 """Seconds to wait for a durable file's lock, by the state of its holder. An ending process may
 first free tens of GB. A live one may just have been killed, which becomes visible a moment
 later.
@@ -266,7 +266,7 @@ class SwapFile:
             set_buffered(self.fd, True)
 
     def _lock(self, sidecar: Path) -> bool:
-        """Lock the file, waiting up to LET_GO_S: a job is often restarted while the kernel still
+        """Lock the file, waiting up to LOCK_WAIT_S: a job is often restarted while the kernel still
         closes the files of its killed predecessor. Returns False if the lock is still held.
         """
         before: Life | None = None
@@ -276,7 +276,7 @@ class SwapFile:
             owner = Owner.read(sidecar)
             life = owner.life() if owner is not None else Life.LIVES
             if life is not before:
-                before, end_s = life, time.monotonic() + LET_GO_S[life]
+                before, end_s = life, time.monotonic() + LOCK_WAIT_S[life]
                 if life is Life.ENDS:
                     log.info("%s: waiting for %s, which ends", self.path, owner)
             elif time.monotonic() > end_s:

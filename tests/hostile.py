@@ -347,11 +347,11 @@ def write_owners(place: Path) -> None:
     private = place / f"{PREFIX}abcdefgh"
     private.mkdir(mode=0o700)
     dead = dataclasses.replace(Owner.this(), pid=1 << 22)
-    dead.leave_word(private / "owner.json")
+    dead.write_atomically(private / "owner.json")
     (private / "swap").write_bytes(b"s" * 4096)
     (place / "run").mkdir(mode=0o700)
     (place / "run" / "file").touch(mode=0o600)
-    dead.leave_word(place / "run" / ".file.owner")
+    dead.write_atomically(place / "run" / ".file.owner")
 
 
 def read_owners(place: Path) -> None:

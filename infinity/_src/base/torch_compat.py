@@ -298,7 +298,7 @@ def watch_backward(watcher: BackwardWatcher) -> None:
     """
     _backward_watchers.add(watcher)
     plain_run = torch.autograd.graph._engine_run_backward
-    if getattr(plain_run, "tells_watchers", False):
+    if getattr(plain_run, "reports_to_watchers", False):
         return
 
     @functools.wraps(plain_run)
@@ -316,7 +316,7 @@ def watch_backward(watcher: BackwardWatcher) -> None:
                 each.failed(error)
             raise
 
-    run.tells_watchers = True  # type: ignore[attr-defined]
+    run.reports_to_watchers = True  # type: ignore[attr-defined]
     for module in (torch.autograd, torch.autograd.graph):
         cast("Any", module)._engine_run_backward = run
 
@@ -661,7 +661,7 @@ def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
     """
     # Only the first watcher replaces torch's functions.
     if not _watchers:
-        _stop_telling.append(_tell_of_checkpoints())
+        _stop_reporting.append(_report_checkpoints())
     _watchers.append(watcher)
 
     def end() -> None:
@@ -669,31 +669,31 @@ def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
             return
         _watchers.remove(watcher)
         if not _watchers:
-            _stop_telling.pop()()
+            _stop_reporting.pop()()
 
     return end
 
 
-_stop_telling: list[Callable[[], None]] = []
+_stop_reporting: list[Callable[[], None]] = []
 """One function while there are watchers; it restores torch's functions."""
 
 
-def _tell_of_checkpoints() -> Callable[[], None]:
+def _report_checkpoints() -> Callable[[], None]:
     """Wrap torch's functions. Returns a function that restores them."""
     checkpoint: Any = torch_checkpoint
     frame_class: Any = getattr(checkpoint, "_CheckpointFrame", None)
     saver_class: Any = getattr(checkpoint, "_NoopSaveInputs", None)
     if hasattr(frame_class, "save_inputs"):  # torch 2.12 and later
-        end_plain = _tell_of_frames(frame_class)
+        end_plain = _report_frames(frame_class)
     elif saver_class is not None:  # torch 2.10 and 2.11
-        end_plain = _tell_of_savers(saver_class)
+        end_plain = _report_savers(saver_class)
     else:
         raise ValueError(
             f"activations=: torch {torch.__version__} keeps the inputs of checkpoints in "
             f"a way that is not known here; tested are torch {', '.join(TESTED)}: install one of "
             "them, or leave activations= out"
         )
-    end_reentrant = _tell_of_reentrant(checkpoint.CheckpointFunction)
+    end_reentrant = _report_reentrant(checkpoint.CheckpointFunction)
 
     def end() -> None:
         end_plain()
@@ -708,7 +708,7 @@ def _tell(call: CheckpointCall) -> None:
         watcher.checkpoint_saved(call)
 
 
-def _tell_of_frames(frame_class: Any) -> Callable[[], None]:
+def _report_frames(frame_class: Any) -> Callable[[], None]:
     """Wrap non-reentrant checkpoints: a call's frame has its inputs as SavedTensors."""
     plain_save = frame_class.save_inputs
 
@@ -738,7 +738,7 @@ def _tell_of_frames(frame_class: Any) -> Callable[[], None]:
     return end
 
 
-def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
+def _report_savers(saver_class: Any) -> Callable[[], None]:
     """Wrap non-reentrant checkpoints: a node that never runs saves a dummy and the inputs."""
     plain_apply = saver_class.apply
 
@@ -766,7 +766,7 @@ def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
     return end
 
 
-def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
+def _report_reentrant(function_class: Any) -> Callable[[], None]:
     """Wrap reentrant checkpoints: a call is an autograd function, whose node saves the inputs."""
     plain_apply = function_class.apply
 

@@ -114,7 +114,7 @@ def test_a_file_that_a_killed_process_is_about_to_let_go_of_is_waited_for(tmp_pa
     with SwapFile.durable(place, "states"):
         later.join()
     # Not indefinitely: another process may hold its lock.
-    monkeypatch.setitem(swap_file.LET_GO_S, Life.GONE, 0.05)
+    monkeypatch.setitem(swap_file.LOCK_WAIT_S, Life.GONE, 0.05)
     gone.write_atomically(place / ".states.owner")
     fd = os.open(place / "states", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -135,12 +135,12 @@ def test_a_zombie_s_lock_is_waited_for(tmp_path, monkeypatch):
     assert not owner.alive()
     fd = os.open(place / "states", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    later = threading.Timer(2 * swap_file.LET_GO_S[Life.LIVES], os.close, (fd,))
+    later = threading.Timer(2 * swap_file.LOCK_WAIT_S[Life.LIVES], os.close, (fd,))
     later.start()
     with SwapFile.durable(place, "states"):
         later.join()
     owner.write_atomically(place / ".states.owner")
-    monkeypatch.setitem(swap_file.LET_GO_S, Life.ENDS, 0.05)
+    monkeypatch.setitem(swap_file.LOCK_WAIT_S, Life.ENDS, 0.05)
     fd = os.open(place / "states", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(AioError, match=f"is held by process {process.pid}"):
