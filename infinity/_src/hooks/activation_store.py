@@ -124,7 +124,7 @@ class NvmeActivationStore:
     def store(self, address: int, size_bytes: int) -> StoredOnNvme:
         """Start copying; see `ActivationStore.store`. Raises: SwapFullError when the drives are
         full."""
-        # First: extents that have become free are reused before files grow.
+        # Collect first, so that extents that have become free are reused before files grow.
         self._collect()
         if size_bytes in self._free:
             stored = self._reuse(size_bytes)
@@ -133,7 +133,7 @@ class NvmeActivationStore:
             stored.written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
         else:
             self._drop_idle(size_bytes)
-            # After `_drop_idle`: the new extents take the space that it freed.
+            # Define them after `_drop_idle`: the new extents take the space that it freed.
             ids, starts, places, sums = self._define(size_bytes)
             written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
             stored = StoredOnNvme(
@@ -170,7 +170,7 @@ class NvmeActivationStore:
                 # An extent with a failed transfer is not reused.
                 self._drop(stored)
             else:
-                # Newest size last: `_drop_idle` begins with the size unused for longest.
+                # Keep the newest size last: `_drop_idle` begins with the size unused for longest.
                 kept = self._free.pop(stored.size_bytes, [])
                 self._free[stored.size_bytes] = [*kept, stored]
 
@@ -190,7 +190,7 @@ class NvmeActivationStore:
         return stored
 
     def _drop(self, stored: StoredOnNvme) -> None:
-        # Before the drop: afterwards the executor no longer knows where the chunks were.
+        # Look before the drop: afterwards the executor no longer knows where the chunks were.
         now = self._executor.look(stored.ids)
         self._executor.drop(stored.ids)
         columns = (now[name].tolist() for name in ("file", "drive", "file_offset"))
@@ -202,7 +202,8 @@ class NvmeActivationStore:
     def _free_settled(self) -> None:
         """Free the extents of dropped chunks, unless the swap space has an extent at another place
         than its chunk was: then the executor has redirected a write from a bad range, and the swap
-        space records that later. Freed before that, the bad range would be reserved again."""
+        space records that later. If the extent were freed before that, the bad range would be
+        reserved again."""
         waiting = []
         for place, at in self._given_up:
             now = self._space.place_of(place)
@@ -326,7 +327,7 @@ class HostActivationStore:
         self._free.clear()
 
     def _slab_of(self, size_bytes: int) -> Slab:
-        # The smallest that is large enough: the next store may need a larger one.
+        # Take the smallest slab that is large enough: the next store may need a larger one.
         at = bisect.bisect_left(self._free, size_bytes, key=lambda slab: slab.size_bytes)
         if at < len(self._free):
             return self._free.pop(at)

@@ -90,7 +90,7 @@ class UnitRefs:
         self._spoilt = False
         self._gathered = [param.gathered for param in unit.params]
         self._modules = [(module.__dict__, parameters) for module, parameters in modules]
-        # Counted before any graph or window refers to the parameters.
+        # Count before any graph or window refers to the parameters.
         self._refs_at_rest = self._count_refs()
         found = dict(modules)
         self._sites: list[tuple[ModuleParameters, str, Parameter, Parameter]] = [
@@ -128,7 +128,7 @@ class UnitRefs:
             self._versions = gathered.stamp(unit)
         if self.windows:
             self.note_window_writes()
-        # Counted last: an error above must not change the count.
+        # Count last: an error above must not change the count.
         unit.refs += 1
 
     def check_version(self, *, window: bool) -> None:
@@ -158,8 +158,8 @@ class UnitRefs:
     def acquire(self) -> None:
         """Add a reference, and put the gathered parameters into the modules."""
         if self._acquired == 0:
-            # Checked before the gather: the engine would go on training a parameter that the
-            # module no longer uses.
+            # Check before the gather that no module has replaced a parameter: the engine would
+            # go on training one that the module no longer uses.
             self._check_modules()
             self.add_ref()
             for parameters, attr, _, tensor in self._sites:
@@ -179,7 +179,7 @@ class UnitRefs:
         if self._acquired == 0:
             if self.unit.taken:
                 missing = self._recall()
-            # Before `drop_ref`, after which the unit may be evicted.
+            # Put them back before `drop_ref`, after which the unit may be evicted.
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)
             versions = [tensor._version for tensor in self._gathered]
@@ -194,7 +194,7 @@ class UnitRefs:
                 ]
                 self._spoilt = True
                 self.unit.stamped_generation = None
-        # Before the errors below, which must not leave the unit in use.
+        # Drop the reference before the errors below, which must not leave the unit in use.
         self.drop_ref()
         if written and check:
             raise WeightWritten(

@@ -211,7 +211,7 @@ def row_losses(
     if smoothing:
         losses -= smoothing / settings.vocabulary * found.logit_sum
     losses.masked_fill_((target < 0) | (target >= settings.vocabulary), float("nan"))
-    # Last: an ignored row's target may be out of range.
+    # Set the losses of ignored rows last: their targets may be out of range.
     return losses.masked_fill_(target == settings.ignore_index, 0.0), lse
 
 

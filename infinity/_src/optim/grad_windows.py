@@ -164,13 +164,13 @@ class GradWindows:
         found, tickets, at = dict(gradients), list[Ticket](), start
         for param, gradient in leaving.items():
             target = self._memory[at : at + gradient.nbytes].view(gradient.dtype)
-            # Aligned, since kernels read whole vectors.
+            # Align each gradient, since kernels read whole vectors.
             at += round_up(gradient.nbytes, _ALIGNMENT_BYTES)
             tickets.append(self._offload.copy_out(gradient, target))
             found[param] = target
         self._windows.append(_Window(unit, start, start + size_bytes))
         self._tickets[unit] = tickets
-        # Appended after all copies have started: an interrupt leaves no unit without its tickets.
+        # Append after all copies have started: an interrupt leaves no unit without its tickets.
         self._due.append(unit)
         return found, sum(gradient.nbytes for gradient in leaving.values())
 
@@ -212,7 +212,7 @@ class GradWindows:
         self._windows.clear()
         self._offload.close()
         if self._slab is not None:
-            # Unpinned before it is freed: otherwise the driver keeps a mapping of freed memory.
+            # Unpin before the slab is freed: otherwise the driver keeps a mapping of freed memory.
             self._device.unpin(self._slab)
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._slab.close()
@@ -254,7 +254,7 @@ class GradWindows:
     def _wait_read(self, ticket: Ticket) -> None:
         while not ticket.filled:
             try:
-                # Waits as for a copy of the device: the update also writes to device memory.
+                # Wait as for a copy of the device: the update also writes to device memory.
                 self._device.wait_filled(ticket)
             except AioError:
                 # A failed update reads nothing any more, and the pipeline raises its error.

@@ -132,8 +132,8 @@ class States:
                 "sign; clamp them to 0"
             )
         if value == 0:
-            # Before the first store: after an error in between, the gathered unit is only read
-            # again. Later, it could keep outdated values after an error.
+            # Mark the unit before the first store: an error after that then costs one more gather.
+            # Marked later, the gathered unit could keep outdated values after an error.
             self.touch(param)
         buffer = ChunkBuffer(self.store)
         for span in spans_of(param, self.rank):
@@ -247,7 +247,7 @@ class OptimizerState(MutableMapping[str, Any]):
             self._holder.set_scalar(param, name, value)
             return
         check_tensor(name, param, value)
-        # Before any rank writes: no later check finds a value that differs on one rank.
+        # Check before any rank writes: no later check finds a value that differs on one rank.
         self._states.check_ranks_agree(f"writing {name} of {param.name}", value)
         self._states.write(param, self._tensors.index(name), value)
         if name != "master":

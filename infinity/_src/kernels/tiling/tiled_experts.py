@@ -176,13 +176,12 @@ class TiledExperts(TiledModule):
         used: list[bool] = self.chosen([routed.any(tile.first, tile.last) for tile in tiles])
         total = torch.zeros_like(hidden_states)
         changes = Changes(self._changes)
-        # No expert was chosen: the stack gets no gradient, rather than zeros, as in the uncut
-        # module.
+        # If tokens chose no expert, the stack gets no gradient (not zeros), as in the uncut module.
         if not any(used):
             return total
         for tile, is_used in zip(tiles, used, strict=True):
-            # Also without gradients while training: the first forward of a reentrant checkpoint
-            # must use the same tiles as its second one.
+            # In training mode, compute unused tiles also if gradients are off: the first forward of
+            # a reentrant checkpoint must use the same tiles as its second forward.
             learns = tile.learns and (self.training or torch.is_grad_enabled())
             if is_used or learns:
                 total = tile(
@@ -221,7 +220,7 @@ class ExpertsTile(Tile):
 
     @property
     def learns(self) -> bool:
-        """True when one of its parameters requires a gradient."""
+        """True when a parameter of the tile requires a gradient."""
         return any(parameter.requires_grad for parameter in at_rest_parameters(self).values())
 
     def forward(
@@ -237,17 +236,17 @@ class ExpertsTile(Tile):
         """Add the outputs of the tile's experts to `total` [tokens, hidden] in place; return it.
 
         hidden [tokens, hidden] and weights [tokens, k] are the uncut module's arguments. changes:
-        of the whole stacks. idle: see `Tile`.
+        the changes of the whole stacks. idle: see `Tile`.
         """
         if idle or not routed.any(self.first, self.last):
             # The parameters are leaves that get gradients. In an empty expert call they may have no
             # memory, and are not read.
             if torch.is_grad_enabled():
                 leaves = [self._parameters[name] for name in self.places]
-                # Not idle: only tokens of other ranks chose this tile. Those ranks save tensors
-                # here, and a checkpoint around the experts recomputes its forward when the first
-                # saved tensor is unpacked. Save one here, too, so that all ranks recompute in the
-                # backward of the same tile.
+                # If the tile is not idle, only tokens of other ranks chose it. Those ranks save
+                # tensors here, and a checkpoint around the experts recomputes its forward when the
+                # first saved tensor is unpacked. Save one here, too, so that all ranks recompute in
+                # the backward of the same tile.
                 saved = None if idle else routed.tokens
                 total = _Untouched.apply(total, hidden, weights, saved, *leaves)
             return total
@@ -278,10 +277,10 @@ class ExpertsTile(Tile):
             return ()
         stack: torch.Tensor = getattr(self, name)
         # `unbind` is one node for all experts: a selection per expert would create a gradient of
-        # the whole tile for each. With one expert a view, since the gradient of `unbind` is a copy.
-        # Both keep a -0.0 in a gradient, where the uncut module's sum of selections gives 0.0.
-        # AdamW computes the same bits from both; plain SGD may leave another sign on a weight that
-        # is -0.0.
+        # the whole tile for each. A stack of one expert is viewed, since the gradient of `unbind`
+        # is a copy. Both keep a -0.0 in a gradient, where the uncut module's sum of selections
+        # gives 0.0. AdamW computes the same bits from -0.0 and 0.0; plain SGD may leave another
+        # sign on a weight that is -0.0.
         return (stack.squeeze(0),) if stack.shape[0] == 1 else stack.unbind(0)
 
 
@@ -361,7 +360,7 @@ class _Untouched(torch.autograd.Function):
         if saved is not None:
             ctx.save_for_backward(saved)
         # `_hidden` and `_weights` are arguments so that this link requires a gradient wherever a
-        # tile that computes does.
+        # tile that computes its experts requires one.
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(total)
         # Save shapes, not the parameters, which may have no memory.
@@ -371,9 +370,9 @@ class _Untouched(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # Unpack the saved tensor without reading it: a checkpoint recomputes here, if it has not
-        # yet. Not inside the assert, which python -O removes: ranks would then gather in different
-        # orders.
+        # Unpack the saved tensor without reading it: a checkpoint that has not yet recomputed does
+        # so here. Do not unpack inside the assert: python -O removes asserts, and ranks would then
+        # gather in different orders.
         saved = ctx.saved_tensors
         assert len(saved) < 2
         zeros = [
