@@ -116,7 +116,6 @@ def plain(
 
 DELAYED = {"update": "delayed", "delayed_warmup": 1}
 SPECULATING = {"update": "backward", "generations": 2}
-SPILLING = {**NVME, "grads": "nvme", "resident": {"params": 0.0, "optim": 0.0}}
 B16, F32 = torch.bfloat16, torch.float32
 CASES: dict[str, tuple[dict[str, Any], Thaw, bool, torch.dtype, bool]] = {
     # policy, what is unfrozen, whether it is frozen before offload, dtype, as a group of its own

@@ -11,8 +11,6 @@ import pytest
 from infinity._src.config.policy import Policy
 from infinity.aio import IoSettings, PoolSpec, SwapFile, open_executor
 
-PAIR = {"/mnt/nvme0": [3e9, 2e9]}
-
 
 def test_settings_come_back_from_a_record_a_file_and_a_mapping(tmp_path: Path) -> None:
     settings = IoSettings(2 << 20, 16, {"/mnt/nvme0": (3e9, 2e9)})

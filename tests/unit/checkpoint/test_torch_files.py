@@ -7,7 +7,7 @@ import contextlib
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +169,6 @@ def test_lists_that_name_each_other_end(tmp_path: Path, descriptors: Descriptors
     nested = TorchFile(tmp_path / "deep.pt", descriptors)
     with pytest.raises(ValueError, match="it is nested too deeply"):
         nested.plain(nested.root)
-
-
-def spoiled(path: Path, change: Callable[[bytes], bytes]) -> Path:
-    path.write_bytes(change(path.read_bytes()))
-    return path
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path, descriptors: Descriptors) -> None:
