@@ -217,7 +217,7 @@ def test_the_commands_read_them(tmp_path: Path) -> None:
         listed = in_a_fork("infinity", "checkpoint", "ls", place, COLUMNS="300")
         row = rf"│ yes +│ +{SAVED_AT} │ +{CASES[name].world} │"
         assert re.search(row, listed), listed
-        assert "All as it was written" in in_a_fork("infinity", "checkpoint", "verify", place)
+        assert "No damage" in in_a_fork("infinity", "checkpoint", "verify", place)
     source, out = tmp_path / "exact" / "written", tmp_path / "out"
     in_a_fork("infinity", "checkpoint", "export", source, out, "--masters")
     wanted = expected("exact")

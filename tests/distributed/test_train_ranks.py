@@ -374,7 +374,7 @@ def test_a_rank_computes_on_the_gpu_of_its_number_or_where_all_are_told_to(
 @pytest.mark.parametrize(
     ("device", "change", "message"),
     [
-        ("cuda:0", {}, "with --device cuda each has the GPU of its number"),
+        ("cuda:0", {}, "give --device cuda"),
         (
             "cpu",
             {"MASTER_PORT": None, "RANK": None},

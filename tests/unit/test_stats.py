@@ -155,7 +155,7 @@ def test_the_report_says_how_long_a_drive_would_last() -> None:
     # Steps of a few minutes say nothing of a day.
     few = dataclasses.replace(mean, steps=2)
     text = dict(drive_rows(few, {"drives": [drive]}))["endurance"]
-    assert text.startswith("89.4 GiB written per step; how long the drives last is extrapolated")
+    assert text.startswith("89.4 GiB written per step; the steps took less than")
     assert drive_rows(mean, {"drives": []}) == []
 
 

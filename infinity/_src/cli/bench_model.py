@@ -1,8 +1,9 @@
-"""`infinity bench swap --for MODEL`: what the measured rates mean for a model on this machine.
+"""`infinity bench swap --for MODEL`: predicts the training of a model on this machine from the
+measured rates.
 
-The model is read before anything is measured, so that a mistake costs no minutes. Rates of the
-drives are the measured ones, memory and free space are this machine's. Compute is assumed, as in
-`infinity plan`.
+The command reads the model before it measures, so that mistakes show at once. The prediction uses
+the measured rates of the drives, and this machine's memory and free space. Compute is assumed, as
+in `infinity plan`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from infinity.aio._probe import probe_directory
 
 def read_model(path: Path, tbw: float | None) -> Forecast:
     """Read a model's shape, and return the function that forecasts its training from measured
-    rates. path: a directory or its config.json. tbw: terabytes that each drive is rated for.
+    rates. path: a directory or its config.json. tbw: rated terabytes written of each drive.
 
-    Raises: ValueError naming what is wrong with the model or the rating.
+    Raises: ValueError for a path that is not a model, or for a wrong rating.
     """
     if tbw is not None and not 0 < tbw < math.inf:
         raise ValueError(f"--tbw {tbw}: give a positive number of terabytes")
@@ -48,7 +49,7 @@ def _forecast(shape: ModelShape, settings: IoSettings, tbw: float | None) -> Mea
     policy = inf.Policy(params="nvme", optim="nvme", nvme=list(settings.bandwidths))
     machine = machine_here(drives, settings, tbw)
     job = Job(policy, tokens=sequence, sequence=sequence)
-    # A search would take the tiers that are the fastest; the question is about these drives.
+    # The tiers are fixed, since the forecast is about these drives; the search might prefer RAM.
     ways = search(shape, machine, job, {"params", "optim"}, exact=True).ways
     found = ways[0] if ways else predict(shape, machine, job)
     record = {
@@ -82,12 +83,12 @@ def _lines(shape: ModelShape, found: Prediction) -> Iterator[str]:
             f"day: new drives last {format_days(found.days)}"
         )
         if found.bottleneck != "drives":
-            # Expected like step_s: the limit over the share of it that a step reaches.
+            # As for step_s: the limit divided by the efficiency.
             step_s = drives_s / EFFICIENCY
             days = format_days(found.days * step_s / found.step_s)
             yield (
-                f"  with compute as fast as the drives: {format_seconds(step_s)} s a step, new "
-                f"drives last {days}"
+                f"  if compute were as fast as the drives: {format_seconds(step_s)} s a step, and "
+                f"new drives last {days}"
             )
         source = machine.sources["tbw"]
         rated = f"{machine.tbw_per_drive / 1e12:g} TB, given" if source == "given" else source

@@ -1,15 +1,14 @@
-"""Conversations as training windows: rendered by the tokenizer's chat template, with the prompts
-masked, one in a window or several.
+"""Conversations as training windows: rendered by the tokenizer's chat template, with masked
+prompts, one or several in a window.
 
     JSON lines -> messages -> tokens and labels -> windows [3, seq]: ids, labels, positions
 
-Only what the assistant says has labels. transformers marks these tokens where the template says
-where it begins and ends ({% generation %}); else they are the tokens by which a conversation grows
-when the assistant's message is added.
+Only the assistant's tokens have labels. If the template marks them ({% generation %}), transformers
+returns the marks; else they are the tokens that an assistant's message adds to the conversation.
 
-With packing a window holds several conversations. Positions begin anew for each, and by that
-transformers' attention keeps them apart. Windows are filled by best fit, the longest conversation
-first.
+With packing a window holds several conversations. Each conversation's positions begin at 0, by
+which transformers' attention separates conversations. Windows are filled by best fit, the longest
+conversation first.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from typing import Any, NamedTuple
 import torch
 
 IGNORED = -100
-"""Label of a token that has no part in the loss: transformers' and torch's."""
+"""Label of a token that the losses of transformers and torch ignore."""
 
 Messages = list[dict[str, Any]]
 
 
 class Conversation(NamedTuple):
-    """Messages, and the file and line that they come from."""
+    """Messages, and the place (file and line) that has them."""
 
     messages: Messages
     place: str
 
 
 class Encoded(NamedTuple):
-    """Tokens of a conversation, and their labels, IGNORED where it is a prompt."""
+    """Tokens of a conversation, and their labels; tokens of prompts have the label IGNORED."""
 
     ids: list[int]
     labels: list[int]
@@ -47,7 +46,7 @@ def read_conversations(path: Path, column: str) -> list[Conversation]:
     """Return the conversations of a file of JSON lines. Raises: ValueError naming file and line."""
     found: list[Conversation] = []
     try:
-        # "-sig": editors may write a mark of the encoding first.
+        # "-sig": editors may write a byte order mark first.
         with path.open(encoding="utf-8-sig") as file:
             for number, row in enumerate(file, 1):
                 if row.strip():
@@ -76,9 +75,9 @@ def _messages(row: str, column: str, place: str) -> Messages:
             "with --column"
         )
     if not any(each["role"] == "assistant" for each in messages):
-        raise ValueError(f"{place} has no message of the assistant, so nothing to learn")
+        raise ValueError(f"{place} has no message of the assistant to learn; leave the line out")
     for each in messages:
-        # Templates write other values as Python shows them. Calls of tools have no text.
+        # Templates would render other types by `str`. Messages that call tools have no text.
         if not isinstance(each.get("content"), str) and not each.get("tool_calls"):
             raise ValueError(
                 f"{place}: the message of the {each['role']} has no text in 'content' "
@@ -88,8 +87,8 @@ def _messages(row: str, column: str, place: str) -> Messages:
 
 
 def encode(tokenizer: Any, conversation: Conversation) -> Encoded:
-    """Render a conversation. Raises: ValueError for a template that fails, or that renders earlier
-    messages in another way once later ones follow.
+    """Render a conversation. Raises: ValueError for a template that fails, or that changes the text
+    of earlier messages when messages are added.
     """
     try:
         return _encode(tokenizer, conversation.messages)
@@ -98,7 +97,7 @@ def encode(tokenizer: Any, conversation: Conversation) -> Encoded:
 
 
 def _encode(tokenizer: Any, messages: Messages) -> Encoded:
-    # A tokenizer may have several templates by name.
+    # `get_chat_template` chooses among several named templates.
     template = tokenizer.get_chat_template()
     if re.search(r"\{%-?\s*generation\b", template):
         found = _rendered(tokenizer, messages, return_assistant_tokens_mask=True)
@@ -111,31 +110,31 @@ def _encode(tokenizer: Any, messages: Messages) -> Encoded:
 
 
 def _marks(tokenizer: Any, messages: Messages, ids: list[int]) -> list[int]:
-    """Return 1 for each token that a message of the assistant adds, 0 for all others."""
+    """Return 1 for each token that a message of the assistant adds, 0 for all other tokens."""
     marks = [0] * len(ids)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         if not index:
             raise ValueError(
-                "the conversation begins with the assistant, so that its words cannot be told from "
-                "their header; begin it with the user, or mark the assistant's part in the chat "
-                "template by {% generation %} and {% endgeneration %}"
+                "the conversation begins with the assistant, so its text cannot be separated from "
+                "the message's header; begin with the user, or mark the assistant's part in the "
+                "chat template by {% generation %} and {% endgeneration %}"
             )
         before = _rendered(tokenizer, messages[:index], add_generation_prompt=True)["input_ids"]
         after = _rendered(tokenizer, messages[: index + 1])["input_ids"]
         if ids[: len(before)] != list(before) or ids[: len(after)] != list(after):
             raise ValueError(
-                "the chat template renders a message in another way when others follow, so the "
-                "prompts cannot be told apart; mark the assistant's part in it by {% generation %} "
-                "and {% endgeneration %}"
+                "the chat template changes the text of a message when further messages follow, so "
+                "prompts cannot be separated from answers; mark the assistant's part in the "
+                "template by {% generation %} and {% endgeneration %}"
             )
         marks[len(before) : len(after)] = [1] * (len(after) - len(before))
     return marks
 
 
 def _rendered(tokenizer: Any, messages: Messages, **more: Any) -> Any:
-    # Templates may raise an error of Jinja, and of any other kind.
+    # Templates may raise Jinja's errors, and any other error.
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **more)
     except Exception as error:
@@ -144,7 +143,7 @@ def _rendered(tokenizer: Any, messages: Messages, **more: Any) -> Any:
 
 
 def has_labels(conversation: Encoded, seq: int) -> bool:
-    """Return whether the first `seq` tokens have a label; the first token has no prediction."""
+    """Return whether the first `seq` tokens have a label. The first token is never predicted."""
     return any(label != IGNORED for label in conversation.labels[1:seq])
 
 
@@ -152,8 +151,9 @@ def to_windows(
     conversations: Sequence[Encoded], seq: int, pad: int, *, packing: bool
 ) -> torch.Tensor:
     """Return windows of conversations, int32 [windows, 3, seq]: ids, labels, positions. The rest of
-    a window is `pad`, without labels. Conversations longer than `seq` are cut at the end; without a
-    label in `seq` tokens they are left out. packing: several in a window, if they fit.
+    a window is `pad`, without labels. Conversations longer than `seq` are cut at the end;
+    conversations without a label in their first `seq` tokens are left out. packing: put several
+    conversations into a window, if they fit.
     """
     kept = [
         Encoded(each.ids[:seq], each.labels[:seq])
@@ -168,33 +168,33 @@ def to_windows(
         for ids, labels in window:
             end = at + len(ids)
             row[0, at:end] = torch.tensor(ids, dtype=torch.int32)
-            # The first token of a conversation follows from none of the one before.
+            # No label: the conversation before does not predict a conversation's first token.
             row[1, at:end] = torch.tensor([IGNORED, *labels[1:]], dtype=torch.int32)
             row[2, at:end] = torch.arange(len(ids), dtype=torch.int32)
             at = end
-        # Without packing positions go on, so that attention needs no mask but the causal one.
+        # Without packing positions continue, so that attention needs the causal mask only.
         first = 0 if packing else at
         row[2, at:] = torch.arange(first, first + seq - at, dtype=torch.int32)
     return found
 
 
 def _best_fit(conversations: Sequence[Encoded], seq: int) -> list[list[Encoded]]:
-    """Distribute conversations over windows: each, the longest first, into the window with the
-    least room that still holds it. Windows are in the order of their first conversations.
+    """Distribute conversations over windows, the longest first, each into the window with the least
+    free space that suffices. Windows are in the order of their first conversations.
     """
     lengths = [len(each.ids) for each in conversations]
     windows: list[list[int]] = []
-    # (room, window), sorted.
-    rooms: list[tuple[int, int]] = []
+    # (free tokens, window), sorted.
+    spaces: list[tuple[int, int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        at = bisect.bisect_left(rooms, (lengths[index], 0))
-        if at == len(rooms):
+        at = bisect.bisect_left(spaces, (lengths[index], 0))
+        if at == len(spaces):
             windows.append([])
-            room, window = seq, len(windows) - 1
+            free, window = seq, len(windows) - 1
         else:
-            room, window = rooms.pop(at)
+            free, window = spaces.pop(at)
         windows[window].append(index)
-        bisect.insort(rooms, (room - lengths[index], window))
-    # The longest first would make the first windows, which a measurement takes, a choice by length.
+        bisect.insort(spaces, (free - lengths[index], window))
+    # Restore the order: a measurement uses the first windows, which must not be the longest ones.
     found = sorted(sorted(window) for window in windows)
     return [[conversations[index] for index in window] for window in found]

@@ -77,7 +77,7 @@ def _list(options: argparse.Namespace, console: Console) -> int:
         places = find_checkpoints(directory)
         if not places:
             raise ValueError(
-                f"{directory}: there is no checkpoint and no durable run, there or one level below"
+                f"{directory}: neither the directory nor one in it has a checkpoint or durable run"
             )
         for place in places:
             found = list_generations(place)
@@ -114,7 +114,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
         show_damage(console, damage)
         say(console, f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}")
     else:
-        say(console, f"[bold green]All as it was written:[/bold green] {what}")
+        say(console, f"[bold green]No damage:[/bold green] {what}")
     console.print(_rate("read", job.size_bytes, seconds), highlight=False)
     return 1 if damage else 0
 
@@ -154,8 +154,8 @@ def _export_universal(options: argparse.Namespace, console: Console) -> int:
     for option in ("masters", "shard_bytes_max", "dtype"):
         if getattr(options, option):
             raise ValueError(
-                f"--{option.replace('_', '-')} is of safetensors: a universal checkpoint of "
-                "DeepSpeed has fp32 masters and moments, a file each"
+                f"--{option.replace('_', '-')} works for safetensors only: a universal checkpoint "
+                "of DeepSpeed has fp32 masters and moments, in a file each; leave it out"
             )
     began = time.monotonic()
     with _opened(options) as checkpoint:
@@ -199,7 +199,7 @@ def _opened(options: argparse.Namespace) -> Checkpoint:
 
 
 def _console(*, stderr: bool) -> Console:
-    """Make a console. In a file or pipe its width is unlimited, so that no name is wrapped and
+    """Make a console. For a file or pipe its width is unlimited, so that it wraps no names, and
     users can search for names.
     """
     console = Console(stderr=stderr)
@@ -240,15 +240,15 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-# -- Its tables ------------------------------------------------------------------------------------
+# -- Tables ----------------------------------------------------------------------------------------
 
 
 _LEFT = ("generation", "state", "optimizer", "whole", "file", "what", "why")
 
 
 def show_directory(console: Console, directory: Path, generations: Sequence[Generation]) -> None:
-    """Print the generations of a directory, a row each; then why a generation is not whole, and the
-    files of the newest generation.
+    """Print a row for each generation of a directory, then the reason for each generation that is
+    not whole, then the files of the newest generation.
     """
     columns = (
         "generation", "whole", "step", "ranks", "on disk", "parameters", "state", "optimizer",
@@ -278,7 +278,7 @@ def show_directory(console: Console, directory: Path, generations: Sequence[Gene
 
 
 def show_damage(console: Console, damage: Sequence[Damage]) -> None:
-    """Print a row for each damaged place: file, offset and bytes, what lies there, and why."""
+    """Print a row for each damaged place: file, offset, bytes, contents and reason."""
     table = make_table("Damage", "file", "offset", "bytes", "what", "why", left=_LEFT)
     for each in damage:
         table.add_row(
@@ -306,7 +306,7 @@ def _taken(file: ListedFile) -> str:
 def _state(generation: Generation) -> str:
     """Format the policy's state, and the number of elements in each format."""
     kinds = "; ".join(f"{name} ({numel:,})" for name, numel in generation.formats.items())
-    # A single format has all elements, so their number says nothing new.
+    # A single format has all elements, so the number is left out.
     if len(generation.formats) == 1:
         kinds = next(iter(generation.formats))
     return f"{generation.state}: {kinds}" if kinds else "-"

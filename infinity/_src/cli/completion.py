@@ -1,5 +1,5 @@
-"""`infinity --print-completion SHELL`: prints a script by which a shell completes the commands,
-their options, choices and paths. shtab writes it from the parsers; the shell then starts no Python.
+"""`infinity --print-completion SHELL`: prints a script with which a shell completes commands,
+options, choices and paths. shtab generates it from the parsers; the shell then starts no Python.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SHELLS: Final = ("bash", "zsh", "fish")
 
 
 class PrintCompletion(argparse.Action):
-    """The action of the option: prints the script and exits. describe: is called before, to add
-    options that only completion needs.
+    """Action of the option: prints the script and exits. describe: a function that adds options
+    which only completion needs; called before printing.
     """
 
     def __init__(self, *args: Any, describe: Callable[[], None], **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ class PrintCompletion(argparse.Action):
         for action in _actions(parser):
             if action.type is argument:
                 paths = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
-                # shtab reads this attribute, which argparse does not know.
+                # An attribute for shtab, unknown to argparse.
                 vars(action)["complete"] = paths
         sys.stdout.write(shtab.complete(parser, shell=values) + "\n")
         parser.exit()

@@ -1,14 +1,14 @@
-"""The text of `infinity train`: read, split into a training and a held-out part, cut into windows
-of tokens.
+"""The text of `infinity train`: reads it, splits it into a training and a held-out part, and cuts
+both into windows of tokens.
 
     lines of text -> [ training part | held-out part (the last --holdout share of the characters) ]
                   -> tokens -> windows [seq], consecutive and disjoint -> shuffled by --seed, batch
                   after batch
 
-The run never trains on the held-out part. It is the end of the text rather than a random choice, so
-training sees no neighbours of held-out sentences except at the cut. The training part is tokenized
-whole, so a run draws from all of it, whatever its length; of the held-out part only as much as is
-measured. A token takes 4 bytes of memory.
+The run never trains on the held-out part. That part is the end of the text rather than a random
+choice, so training sees no neighbours of held-out sentences except at the cut. The whole training
+part is tokenized, so a run of any length draws from all of it; of the held-out part, only the
+measured windows are tokenized. A token takes 4 bytes of memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from infinity._src.cli.chat import (
 )
 
 Tokenize = Callable[[list[str]], list[list[int]]]
-"""Lines to token ids, without special tokens."""
+"""A function from lines to token ids, without special tokens."""
 
 _LINES_AT_ONCE = 1024
 """Lines in one call of the tokenizer. After each call `windows` checks whether there are enough
@@ -43,22 +43,22 @@ tokens.
 """
 
 EVAL_BATCHES = 8
-"""Micro-batches of a held-out measurement, if no option says how many. Of an eval file, all."""
+"""Default number of micro-batches of a held-out measurement; with --eval, all are measured."""
 HOLDOUT = 0.05
-"""Share of the text that is held out, if no option says how much."""
+"""Default share of the text that is held out."""
 KINDS = ("text", "jsonl", "sqlite", "chat")
 """Options that name the text."""
 
 _ENCODING = "utf-8-sig"
-"""UTF-8, with or without the mark of the encoding that some editors write first."""
+"""UTF-8, with or without the byte order mark that some editors write first."""
 _DTYPE = torch.int32
-"""Dtype of windows in memory. Batches are int64, as torch wants them."""
+"""Dtype of windows in memory. Batches are int64, which torch requires."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Windows of tokens. Shapes: train [windows, seq], held_out [windows, seq], integers. Windows
-    of conversations are [windows, 3, seq]: ids, labels, positions. notes: for the reader.
+    """Windows of tokens, integers. Shapes: train [windows, seq], held_out [windows, seq]; for
+    conversations [windows, 3, seq]: ids, labels, positions. notes: remarks for the user.
     """
 
     train: torch.Tensor
@@ -68,11 +68,11 @@ class Corpus:
     def batches(
         self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1, start: int = 0
     ) -> Iterator[torch.Tensor]:
-        """Return endless training batches, int64, of `batch` windows. A pass has every window once;
-        each pass has a different order. start: batches to skip.
+        """Return endless training batches, int64, of `batch` windows. A pass contains every window
+        once; each pass has a different order. start: number of batches to skip.
 
-        On several ranks each rank gets its rows of a batch of `ranks * batch` windows: all ranks
-        together get the batch that one rank would get with that size.
+        On several ranks each rank gets its rows of a batch of `ranks * batch` windows, so all ranks
+        together get the batch that a single rank would get with that batch size.
         """
         every = self._every(ranks * batch, seed, start)
         return (found[rank * batch : (rank + 1) * batch] for found in every)
@@ -83,7 +83,7 @@ class Corpus:
         del order[len(order) - taken :]
         while True:
             chosen: list[int] = []
-            # A batch may take windows from two passes, so that a pass omits no window.
+            # A batch may have windows of two passes, so that each pass uses every window.
             while len(chosen) < batch:
                 if not order:
                     passes += 1
@@ -92,7 +92,7 @@ class Corpus:
             yield self.train[chosen].long()
 
     def _order(self, seed: int) -> list[int]:
-        """Return the indices of a pass, last window first: the same in every run with this seed."""
+        """Return the indices of a pass, the last window first. Equal seeds give equal orders."""
         generator = torch.Generator().manual_seed(seed)
         found: list[int] = torch.randperm(len(self.train), generator=generator).tolist()
         return found
@@ -104,13 +104,13 @@ class Corpus:
     def held_out_rows(
         self, batch: int, *, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Yield (rows of one rank, whether they count) for each batch of the held-out windows. A
-        rank that has no rows of the last batch gets the batch's first row, which does not count.
+        """Yield (rows of one rank, whether the rows count) for each batch of the held-out windows.
+        A rank without rows of the last batch gets the batch's first row, which does not count.
         """
         for found in self.held_out_batches(ranks * batch):
             rows = found[rank * batch : (rank + 1) * batch]
-            # All ranks must compute: if one skipped the batch, the others would wait for it in a
-            # collective.
+            # All ranks must compute: if one rank skipped the batch, other ranks would wait for it
+            # in a collective.
             yield (rows, True) if len(rows) else (found[:1], False)
 
 
@@ -120,7 +120,7 @@ def ids_of(windows: torch.Tensor) -> torch.Tensor:
 
 
 def arguments_of(batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the arguments of a model of transformers for a batch of windows."""
+    """Return the arguments of a transformers model for a batch of windows."""
     if batch.dim() == 2:
         return {"input_ids": batch, "labels": batch}
     ids, labels, positions = batch.unbind(1)
@@ -128,8 +128,8 @@ def arguments_of(batch: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def weight_of(batch: torch.Tensor) -> float:
-    """Return the weight of a batch's mean loss in a mean over all tokens with labels: their number,
-    as a multiple of a window without masked tokens.
+    """Return the weight of a batch's mean loss in a mean over all tokens: the number of the batch's
+    tokens with labels, divided by that of a window without masked tokens.
     """
     if batch.dim() == 2:
         return float(len(batch))
@@ -138,8 +138,8 @@ def weight_of(batch: torch.Tensor) -> float:
 
 
 def steps_of(epochs: float, windows: int, per_step: int) -> int:
-    """Return the number of steps that take each of `windows` windows `epochs` times, `per_step` in
-    a step; the last step may begin a further pass.
+    """Return the number of steps of `per_step` windows that use each of `windows` windows `epochs`
+    times; the last step may begin a further pass.
     """
     return max(math.ceil(epochs * windows / per_step), 1)
 
@@ -147,8 +147,9 @@ def steps_of(epochs: float, windows: int, per_step: int) -> int:
 def build_corpus(
     options: argparse.Namespace, tokenize: Tokenize, *, tokenizer: Any = None, ranks: int = 1
 ) -> Corpus:
-    """Read the text that `options` name. Tokenize all of its training part, and of the held-out
-    part what `ranks` ranks measure. tokenizer: with a chat template, for conversations.
+    """Read the text that `options` name. Tokenize the whole training part, and the windows of the
+    held-out part that `ranks` ranks measure. tokenizer: tokenizer with a chat template, for
+    conversations.
 
     Raises: ValueError if the text is missing, unreadable or too short for one held-out and one
     training window.
@@ -181,18 +182,18 @@ def build_corpus(
 def _share(options: argparse.Namespace) -> float:
     share = HOLDOUT if options.holdout is None else float(options.holdout)
     if not 0 < share < 1:
-        raise ValueError(f"--holdout {share:g} must lie between 0 and 1")
+        raise ValueError(f"--holdout {share:g} must be between 0 and 1")
     return share
 
 
 def _of_eval(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with --eval in place of the training text, which it resembles."""
+    """Return the options with --eval in place of the training text, as a text of the same kind."""
     kind = next(kind for kind in KINDS if getattr(options, kind) is not None)
     return argparse.Namespace(**{**vars(options), kind: options.eval})
 
 
 def _build_chats(options: argparse.Namespace, tokenizer: Any, measured: int | None) -> Corpus:
-    """Build the windows of conversations. measured: how many held-out ones; None: all."""
+    """Build the windows of conversations. measured: number of held-out windows; None: all."""
     if not tokenizer.chat_template:
         raise ValueError(
             "--chat needs a chat template, and the tokenizer of this model has none: add "
@@ -236,7 +237,7 @@ def _encoded(options: argparse.Namespace, tokenizer: Any) -> list[Encoded]:
 
 
 def read_lines(options: argparse.Namespace) -> list[str]:
-    """Return the lines of the text that are not blank. Raises: ValueError naming file and cause."""
+    """Return the text's lines without blank ones. Raises: ValueError naming file and cause."""
     try:
         if options.sqlite is not None:
             if options.query is None:
@@ -275,7 +276,7 @@ def _read_sqlite(path: Path, query: str) -> list[str]:
 def _joined(row: tuple[Any, ...]) -> str:
     if any(isinstance(value, bytes) for value in row):
         raise ValueError(
-            "--query yields a value of bytes, and text is wanted: leave its column out, or write "
+            "--query yields a value of bytes instead of text: leave the column out, or write "
             "CAST(... AS TEXT)"
         )
     return " ".join(str(value) for value in row if value not in (None, ""))
@@ -300,9 +301,8 @@ def _read_jsonl(path: Path, column: str) -> list[str]:
 
 
 def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """Return (training lines, held-out lines). Held out are the last lines that make up at least
-    `share` of the characters. If that leaves no line for training, the text is cut by characters,
-    inside a line.
+    """Return (training lines, held-out lines). The held-out lines are the fewest last lines with at
+    least `share` of the characters. If no line remains for training, the text is cut inside a line.
     """
     wanted = share * sum(len(line) for line in lines)
     held = 0
@@ -311,7 +311,7 @@ def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[
         at -= 1
         held += len(lines[at])
     if at == 0:
-        # No line remains for training, as with a single long line: cut the joined text.
+        # No line remains for training, as in a text of one long line: cut the joined text.
         text = "\n".join(lines)
         cut = int(len(text) * (1 - share))
         return [text[:cut]], [text[cut:]]
@@ -322,14 +322,14 @@ def windows(
     lines: Sequence[str], tokenize: Tokenize, seq: int, count_max: int | None = None
 ) -> torch.Tensor:
     """Return the windows of the lines' tokens, int32 [count, seq]: the first `count_max`, or all.
-    Tokens that fill no window at the end of the text are left out.
+    An incomplete window at the end of the text is left out.
     """
-    # Not a list, whose tokens would take 36 bytes each.
+    # An array, since tokens of a list would take 36 bytes each.
     tokens = array("i")
     for start in range(0, len(lines), _LINES_AT_ONCE):
         if count_max is not None and len(tokens) >= count_max * seq:
             break
-        # The model shall read line ends, which `splitlines` removed.
+        # `splitlines` has removed the line ends, which the model should read.
         for ids in tokenize([f"{line}\n" for line in lines[start : start + _LINES_AT_ONCE]]):
             tokens.extend(ids)
     count = len(tokens) // seq

@@ -1,11 +1,10 @@
-"""`infinity doctor`: find out whether this machine can offload, and say how to fix what is missing.
+"""`infinity doctor`: checks whether this machine can offload, and says how to fix what is missing.
 
 The command tries every capability instead of guessing it from a version. It lists warnings below
-the table. The exit status is 0 whatever is missing.
+the table. The exit status is always 0.
 
-Without the C extension or torch nothing can be offloaded; without a usable directory, nothing to
-NVMe; without working copies to GPUs, no model that computes on a GPU. Most other gaps cost speed
-only.
+Offloading needs the C extension and torch; offloading to NVMe also needs a usable directory, and
+offloading from a GPU needs working copies to that GPU. Most other gaps cost speed only.
 """
 
 from __future__ import annotations
@@ -50,17 +49,17 @@ from infinity.aio._probe import (
 from infinity.errors import DeviceCopyError
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
-# At 12 B per parameter, less capacity than a model of a billion parameters needs.
+# Less than the states of a model with a billion parameters need, at 12 B per parameter.
 _FREE_BYTES_LOW = 10 * GIB
-# The pools of training in the `exact` state: 2 bytes per element for parameters alone, 12 for all
-# states.
+# The pools of training in the `exact` state. Small slots hold parameters (2 bytes per element),
+# large slots all states (12 bytes).
 _SMALL = PoolSpec(SMALL_COUNT, 2 * CHUNK_NUMEL)
 _LARGE = PoolSpec(LARGE_COUNT, 12 * CHUNK_NUMEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One row of the table. warning: what is wrong and how to fix it; "" if nothing is."""
+    """One row of the table. warning: a fault and its fix; "" without a fault."""
 
     subject: str
     value: str
@@ -74,7 +73,7 @@ def run_doctor(
     model: Path | None = None,
 ) -> int:
     """Print the findings for this machine and for `directories` (None: the default ones). model:
-    also forecast training this model here. Returns 0.
+    also forecast training of this model on this machine. Returns 0.
     """
     console = console or Console()
     table = Table(title=f"infinity {__version__}", title_justify="left", show_header=False)
@@ -108,8 +107,7 @@ def findings(
     yield _backend(engine)
     yield _kernels()
     yield _huge_pages(engine)
-    # The executor is tried in the first usable directory, so directories are probed before the rows
-    # above them are shown.
+    # Directories are probed first, since the executor's probe runs in the first usable directory.
     found = list(_directories(directories))
     usable = next((probe.path for probe, _ in found if probe is not None and probe.usable), None)
     executor = probe_executor(usable, small=_SMALL, large=_LARGE) if usable is not None else None
@@ -142,8 +140,8 @@ def _backend(engine: EngineProbe) -> Finding:
         return Finding(
             "I/O backend",
             "threads (native)",
-            f"no io_uring: {engine.io_uring_reason}. Native threads take over: about the same "
-            "bandwidth for more CPU time",
+            f"no io_uring: {engine.io_uring_reason}. Native threads replace io_uring, with about "
+            "the same bandwidth for more CPU time",
         )
     return Finding("I/O backend", "none", f"nothing can be offloaded: {engine.native_reason}")
 
@@ -173,8 +171,8 @@ def _memlock(engine: EngineProbe, executor: ExecutorProbe | None) -> Finding:
     value = f"{limit}; registering the pools takes {format_size(need)}" + (
         " (root is exempt)" if os.geteuid() == 0 else ""
     )
-    # The executor's probe has tried to register the pools. Without a usable directory there was no
-    # probe: compare the limit.
+    # The executor's probe has tried to register the pools. Without a usable directory the probe did
+    # not run: compare the limit.
     if executor is not None and not executor.error:
         short = not executor.registered and "memlock" in executor.registered_reason.lower()
     else:
@@ -190,7 +188,7 @@ def _memlock(engine: EngineProbe, executor: ExecutorProbe | None) -> Finding:
 
 def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
     if executor.error:
-        return Finding("executor", "none", f"it cannot be opened: {executor.error}")
+        return Finding("executor", "none", f"the executor cannot be opened: {executor.error}")
     value = (
         f"{executor.backend}, pools of {format_size(executor.pool_bytes)}, "
         f"{executor.huge_bytes * 100 // max(executor.pool_bytes, 1)} % in huge pages, "
@@ -198,7 +196,7 @@ def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
     )
     warnings = []
     if executor.backend_reason and engine.io_uring:
-        # Without io_uring the row of the backend gives this reason already.
+        # Without io_uring the row "I/O backend" has this reason.
         warnings.append(executor.backend_reason)
     if not executor.registered:
         value += f" ({executor.registered_reason})" if executor.registered_reason else ""
@@ -210,7 +208,7 @@ def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
 
 
 def _memory() -> Finding:
-    # The default budget comes from the same function, so doctor and training agree.
+    # `memory_left_bytes` also determines the default budget, so doctor and training agree.
     machine = hardware.machine()["memory_bytes"]
     limit = cgroup_limit_bytes()
     left = memory_left_bytes()
@@ -229,17 +227,14 @@ def _numa() -> Finding:
     try:
         import torch
     except ImportError:
-        return Finding("NUMA", "unknown")  # the row of the GPU says why
-    # Imported here: the module imports torch, without which doctor still shows the other rows.
-    from infinity._src.memory import numa
-
+        return Finding("NUMA", "unknown")  # the row "GPU" has the reason
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(count)]
     found = [numa.choose_node(numa.pci_address(device), number=0, ranks=1) for device in devices]
-    # Without a GPU the CPU computes: show one line for it.
+    # Without a GPU the CPU computes.
     found = found or [numa.choose_node(None, number=0, ranks=1)]
-    # The dictionary keeps the order of devices, and gives devices of one node a single line.
-    return Finding("NUMA", "\n".join({place.reason: None for place in found}))
+    # One line for devices of one node, in the order of devices.
+    return Finding("NUMA", "\n".join(dict.fromkeys(place.reason for place in found)))
 
 
 def _directories(
@@ -279,28 +274,29 @@ def _directory(probe: DirectoryProbe) -> Finding:
     if not probe.direct:
         warnings.append(
             f"swap goes through the page cache: {probe.direct_reason}; use ext4 or xfs on a drive, "
-            "not a container's own layer"
+            "not a container's file system"
         )
     if probe.free_bytes < _FREE_BYTES_LOW:
         warnings.append("little space: states take 12 bytes per parameter")
     if not probe.preallocates:
         warnings.append(
-            "the file system cannot preallocate: a drive that fills up fails a write in the middle "
-            "of training"
+            "the file system cannot preallocate: if the drive fills up, a write fails during "
+            "training; use ext4 or xfs"
         )
-    # The probe fits its requests to the drive's queue: smaller requests mean a short queue.
+    # The probe adapts requests to the drive's queue: smaller or fewer requests mean a short queue.
     if (probe.block_bytes, probe.depth) != (BLOCK_BYTES, DEPTH):
         warnings.append(
-            f"its queue is short: {probe.depth} requests of {format_size(probe.block_bytes)} fit "
-            f"instead of {DEPTH} of {format_size(BLOCK_BYTES)}; raise "
+            f"the drive's queue is short: {probe.depth} requests of "
+            f"{format_size(probe.block_bytes)} fit instead of {DEPTH} of "
+            f"{format_size(BLOCK_BYTES)}; raise "
             f"/sys/block/{probe.limits.device}/queue/nr_requests or max_sectors_kb"
         )
     return Finding("swap directory", value, "; ".join(warnings))
 
 
 def _drives(directories: Sequence[str]) -> Iterator[Finding]:
-    """Report links, RAID and SMART of the drives below the directories, a row for each directory
-    that has others than those before.
+    """Report links, RAID and SMART of the drives below the directories. Directories on the same
+    drives share a row.
     """
     shown: set[Facts] = set()
     for directory in directories:
@@ -312,7 +308,7 @@ def _drives(directories: Sequence[str]) -> Iterator[Finding]:
 
 def _model(model: Path, drives: Sequence[DirectoryProbe]) -> Finding:
     try:
-        # Imported here: the module imports torch, without which doctor still shows the other rows.
+        # Imported here: the module imports torch, without which doctor still shows all other rows.
         from infinity._src.cli.plan import describe_model
 
         return Finding("model", *describe_model(model, drives))
@@ -325,7 +321,7 @@ def _queue(probe: DirectoryProbe) -> str:
     requests = f", requests of {format_size(probe.block_bytes)}, {probe.depth} in flight"
     if not limits.nr_requests:
         return requests + (
-            f" ({limits.device} is virtual and names no limit)"
+            f" ({limits.device} is virtual and reports no limit)"
             if limits.device
             else " (limits unknown)"
         )
@@ -362,7 +358,7 @@ def _copies_fail(device_count: int) -> str:
     try:
         native.load()
         for ordinal in range(device_count):
-            # Opening the driver tries it; its version would only allow a guess.
+            # Opening the driver tests it; the driver's version would only allow a guess.
             DeviceDriver(ordinal)
     except (ImportError, DeviceCopyError) as error:
         return f"models that compute on a GPU cannot be offloaded: {error}"
@@ -370,7 +366,7 @@ def _copies_fail(device_count: int) -> str:
 
 
 def _bf16() -> Finding:
-    """Report whether the CPU multiplies bf16, and the dtype that `--dtype auto` takes if it
+    """Report whether the CPU has bf16 instructions, and the dtype of `--dtype auto` if the CPU
     computes.
     """
     found = bf16_instructions()
@@ -382,9 +378,9 @@ def _bf16() -> Finding:
         "float32",
         ""
         if _gpu_computes()
-        else "a model in bf16 computes many times slower here than in fp32: infinity train takes "
-        "float32 unless --dtype says otherwise; in your own loop load the model in "
-        "torch.float32. With state='exact' or 'bf16' its states take the same room at rest",
+        else "a model in bf16 computes many times slower here than in fp32: infinity train uses "
+        "float32 by default; in your own loop load the model in torch.float32. With state='exact' "
+        "or 'bf16' the model's states at rest have the same size",
     )
 
 
@@ -392,30 +388,30 @@ def _gpu_computes() -> bool:
     try:
         import torch
     except ImportError:
-        return False  # the row of the GPU says why
+        return False  # the row "GPU" has the reason
     return torch.cuda.is_available()
 
 
 def _waiting() -> Finding:
-    """Report whether torch's threads spin while they wait, in a training loop that the user starts
-    with this environment.
+    """Report whether torch's threads spin while they wait, in a training loop with this
+    environment.
     """
     subject = "waiting threads"
     try:
         import torch
     except ImportError:
-        return Finding(subject, "unknown")  # the row of the GPU says why
+        return Finding(subject, "unknown")  # the row "GPU" has the reason
     reason = openmp.active_here()
     if not reason:
         return Finding(subject, "asleep")
-    # A single thread waits for no other thread, and with a GPU the CPU computes little.
+    # A single thread never waits for another thread, and with a GPU the CPU computes little.
     if torch.get_num_threads() < 2 or torch.cuda.is_available():
         return Finding(subject, f"active ({reason})")
     return Finding(
         subject,
         f"active ({reason})",
-        "beside another job on these cores a step takes several times as long: "
-        f"export {openmp.POLICY}=PASSIVE (infinity train and infinity bench do that themselves)",
+        "if another job uses these cores, a step takes several times as long: "
+        f"export {openmp.POLICY}=PASSIVE (infinity train and infinity bench set it themselves)",
     )
 
 
@@ -426,7 +422,7 @@ def _operations() -> Finding:
     try:
         import torch
     except ImportError:
-        return Finding("operations", "unknown")  # the row of the GPU says why
+        return Finding("operations", "unknown")  # the row "GPU" has the reason
     from infinity._src.kernels import choice
     from infinity._src.kernels.usual_trials import trials_of_usual_forms
     from infinity._src.memory.device import rocm_lacks
@@ -450,14 +446,14 @@ def _operations() -> Finding:
             lines.append(f"{op.name}: none")
             faults.append(str(error))
             continue
-        other = "" if chosen == "torch" or op.bitwise else ", which rounds in its own way"
+        other = "" if chosen == "torch" or op.bitwise else ", which rounds differently from torch"
         lines.append(f"{op.name}: {chosen} ({reason}){other}")
-    # Operations fail alike, so the first fault stands for all; the lines above name each operation.
+    # Operations fail for the same reason, so one fault suffices; the lines name each operation.
     return Finding("operations", "\n".join(lines), faults[0] if faults else "")
 
 
 def _commands() -> Finding:
-    """Report which commands lack packages. Loops that call the engine need none of them."""
+    """Report which commands lack packages. Training loops of users do not need these packages."""
     value = "; ".join(f"{command} lacks {', '.join(names)}" for command, names in lacking().items())
     if not value:
         return Finding("commands", "all have the packages that they need")

@@ -1,8 +1,8 @@
 """Hugging Face causal language models for `infinity train`: find, build, offload, generate, export.
 
-The module is built on the meta device, and `inf.offload` fills it from safetensors or a GGUF file,
-some tensors at a time. No model is ever in memory as a whole: files that cannot be streamed are an
-error. Code that comes with a model is never run (`trust_remote_code` stays off).
+transformers builds the module on the meta device, and `inf.offload` fills it from safetensors or a
+GGUF file, some tensors at a time. So memory never holds a whole model; files that cannot be
+streamed are an error. Code that comes with a model never runs (`trust_remote_code` stays off).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Pretrained:
 
     def tokenize(self, lines: list[str]) -> list[list[int]]:
         """Return the token ids of each line, without special tokens."""
-        # Windows cross the ends of lines: the model would learn special tokens there as text.
+        # Windows cross the ends of lines, where the model would learn special tokens as text.
         found: list[list[int]] = self.tokenizer(lines, add_special_tokens=False)["input_ids"]
         return found
 
     def checksum(self) -> int:
-        """Return a checksum of the sizes of the files of weights, and of their beginnings."""
+        """Return a checksum of the sizes and the beginnings of the files of weights."""
         pattern = "*.safetensors" if self.gguf is None else glob.escape(self.gguf)
         found = 0
         for path in sorted(self.directory.glob(pattern)):
@@ -61,8 +61,8 @@ class Pretrained:
 def find_pretrained(path: Path) -> Pretrained:
     """Find the model at `path`, a directory or a GGUF file, and load its tokenizer.
 
-    Raises: ValueError if `path` is no model, if its tokenizer cannot be loaded, or if transformers
-    or gguf is missing.
+    Raises: ValueError if `path` is not a model, if its tokenizer cannot be loaded, or if
+    transformers or gguf is missing.
     """
     transformers = quiet_transformers()
     if path.is_dir():
@@ -70,15 +70,15 @@ def find_pretrained(path: Path) -> Pretrained:
         if not (path / "config.json").is_file():
             files = sorted(file.name for file in path.glob("*.gguf"))
             hint = f"; for a GGUF file name the file: {path / files[0]}" if files else ""
-            raise ValueError(f"{path} has no config.json, so it is no Hugging Face model{hint}")
+            raise ValueError(f"{path} has no config.json, so it is not a Hugging Face model{hint}")
         if not isinstance((read_config(path) or {}).get("model_type"), str):
             raise ValueError(
-                f"{path / 'config.json'} has no model_type, so nothing says which model it is; "
-                'name it there ("model_type": "llama"), or copy the file again'
+                f"{path / 'config.json'} has no model_type; add the model's "
+                '("model_type": "llama"), or copy the file again'
             )
         if not any(path.glob("*.safetensors")):
             raise ValueError(
-                f"{path} has no *.safetensors; download them, or convert what it has: "
+                f"{path} has no *.safetensors; download them, or convert other weights by "
                 "from_pretrained, then save_pretrained"
             )
     elif path.is_file() and path.suffix == ".gguf":
@@ -87,7 +87,8 @@ def find_pretrained(path: Path) -> Pretrained:
             raise ValueError(f"{path}: {not_installed('gguf')}")
     else:
         raise ValueError(
-            f"{path} is neither a model directory nor a GGUF file; models are read from disk only"
+            f"{path} is neither a model directory nor a GGUF file; infinity reads models from disk "
+            "only"
         )
     extra = {"gguf_file": gguf} if gguf else {}
     with read_by_transformers(path):
@@ -114,8 +115,8 @@ def read_by_transformers(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_by_transformers(directory: Path) -> Iterator[None]:
-    """Turn errors of tokenizers and safetensors about files that they write, which are no OSError,
-    into an OSError of one line that names `directory`.
+    """Turn errors of tokenizers and safetensors about files that they write into an OSError of one
+    line that names `directory`; they raise other types than OSError.
     """
     try:
         yield
@@ -139,11 +140,11 @@ def model_on_meta(
 ) -> torch.nn.Module:
     """Return the model of `source` in `dtype`, on the meta device, in training mode.
 
-    tile_linears: tiles of every linear; None: whole linears. tile_loss: of the head and its loss;
-    None: whole logits. tile_experts: experts in a tile of a stack; None: whole stacks. slices:
-    micro-batches of a batch, which all pass a block before the next block and imply checkpointing;
-    1: whole batches. adapters: rank of LoRA adapters, beside which the model is frozen; None: no
-    adapters.
+    tile_linears: number of tiles of every linear; None: whole linears. tile_loss: number of tiles
+    of the head and its loss; None: whole logits. tile_experts: experts in a tile of a stack; None:
+    whole stacks. slices: micro-batches of a batch, which all pass a block before the next block and
+    imply checkpointing; 1: whole batches. adapters: rank of LoRA adapters, which freeze the model;
+    None: no adapters.
 
     Raises: as `inf.tile_linears`, `inf.tile_loss`, `inf.tile_experts` and `inf.microbatched`;
     ValueError for a model that transformers cannot build; SlicesError for a model
@@ -152,13 +153,13 @@ def model_on_meta(
     model: Any = _on_meta(source, dtype)
     _prepare(model, checkpointing and slices == 1)
     if tile_experts is not None:
-        # Tiles compute as the eager implementation does. A model without experts does not change.
+        # Tiles need the eager implementation. A model without experts does not change.
         model.set_experts_implementation("eager")
         inf.tile_experts(model, experts=tile_experts)
     if adapters is not None:
         model = lora.add_adapters(model, adapters, source.directory)
     if tile_loss is not None:
-        # Before the tiles of all linears: the head keeps the tiles that it has.
+        # Before `tile_linears`, which leaves a tiled head unchanged.
         inf.tile_loss(model, tiles=tile_loss)
     if tile_linears is not None:
         inf.tile_linears(model, tiles=tile_linears)
@@ -167,8 +168,8 @@ def model_on_meta(
         found = inf.slices_of(model)
         if found is None or found.loss_reduction is None:
             raise SlicesError(
-                f"{type(model).__name__} computes its loss of the logits of all rows at once, "
-                "which is not the mean of the losses of slices to the bit"
+                f"{type(model).__name__} computes its loss from the logits of all rows at once, "
+                "which is not bitwise the mean of the micro-batches' losses"
             )
     made: torch.nn.Module = model
     return made
@@ -188,28 +189,29 @@ def check_tokens(model: Any, source: Pretrained, tokens: Iterable[torch.Tensor])
 
 
 def check_length(model: Any, seq: int, what: str = "--seq") -> str:
-    """Return a note on sequences of `seq` tokens if the model was made for shorter ones, else "".
-    what: the sequences. Raises: ValueError if the model has no positions for them.
+    """Return a note if sequences of `seq` tokens are longer than the model's positions, else "".
+    what: name of the sequences. Raises: ValueError if the model cannot compute such positions.
     """
     config = model.config
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     if not most or seq <= most:
         return ""
-    # Rotary positions are computed, and others are read from a table.
+    # Rotary positions are computed; other models read positions from a table of fixed length.
     if not getattr(config, "rope_parameters", None):
         raise ValueError(
-            f"{what} has {seq} tokens and the model {most} positions; give {most} or less"
+            f"{what} has {seq} tokens and the model has {most} positions; give {most} or less"
         )
-    return f"{what} {seq} is longer than the {most} positions that the model was made for"
+    return f"{what} {seq} is longer than the {most} positions of the model's training"
 
 
 def check_packing(model: Any, device: torch.device) -> None:
-    """Raise ValueError if a conversation changes what the model says of a later one in its window.
-    Models with all values zero pass. Collective on several ranks.
+    """Raise ValueError if a conversation changes the model's logits of a later conversation in the
+    same window. Models with all values zero pass. Collective on several ranks.
     """
     count, vocabulary = 8, model.get_input_embeddings().weight.shape[0]
     rows = torch.arange(2 * count).repeat(3, 1)
-    # Against the first row: another conversation before, and another first token.
+    # Compared with row 0, row 1 has another first conversation, and row 2 another first token in
+    # the second conversation.
     rows[1, :count] += count
     rows[2, count] += 1
     positions = torch.arange(count).repeat(3, 2)
@@ -222,11 +224,11 @@ def check_packing(model: Any, device: torch.device) -> None:
         ).logits[:, count + 1 :].float()
     model.train()
     of_others, own = ((found[row] - found[0]).abs().max() for row in (1, 2))
-    # Not against 0: sums may round in another order.
+    # Differences from rounding are allowed, since sums may round in another order.
     if of_others > own / 1000:
         raise ValueError(
-            f"--packing: in {type(model).__name__} conversations of a window would see each other, "
-            "since it does not tell them apart by their positions; leave --packing out"
+            f"--packing: {type(model).__name__} would attend from one conversation of a window to "
+            "another, since it does not separate them by positions; leave --packing out"
         )
 
 
@@ -242,14 +244,14 @@ def offload_pretrained(
     states are at rest.
 
     read: False reads no values, since a restore follows; until then the values are zeros. adapted:
-    the model has LoRA adapters, which the files do not have.
+    the model has LoRA adapters, which the files lack.
 
     Raises: as `inf.offload`; ValueError for files that cannot be read tensor by tensor.
     """
     path = source.directory if source.gguf is None else source.directory / source.gguf
     if read and not adapted:
         return inf.offload(model, policy, load=path)
-    # The files have the names of the model without adapters.
+    # Tensors in the files have the names of the model without adapters.
     plain = _on_meta(source, dtype_of(model)) if adapted else model
     # The files are still opened: they decide the dtypes of parameters, as in `from_pretrained`.
     with hub_checkpoint(plain, path) as found:
@@ -284,8 +286,8 @@ class _Unread(FileTensors):
     @property
     def files(self) -> SourceFiles:
         """The files, by which ranks check that they initialize from the same source."""
-        # An interrupted fill with zeros must not be resumed as a fill with the values, nor the
-        # reverse.
+        # Marked, since a run must not resume an interrupted fill with zeros as a fill with values,
+        # nor the reverse.
         return dataclasses.replace(self._tensors.files, conversion="unread")
 
     def read(self, name: str) -> torch.Tensor:
@@ -374,7 +376,7 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool 
 
 def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    # Training has switched the cache off; users of the exported model generate with it.
+    # Training has disabled the cache, which users of the exported model need for generation.
     use_cache = model.config.use_cache
     model.config.use_cache = True
     try:
@@ -389,10 +391,10 @@ def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
 
 
 def quiet_transformers() -> Any:
-    """Import transformers without progress bars and warnings, and offline: models are read from
-    disk only. Raises: ValueError if it is not installed.
+    """Import transformers without progress bars and warnings, and offline: infinity reads models
+    from disk only. Raises: ValueError if transformers is not installed.
     """
-    # Before the import, which reads these variables. A setting of the user stays.
+    # Before the import, which reads these variables. The user's settings stay.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -401,7 +403,7 @@ def quiet_transformers() -> Any:
         raise ValueError(
             f"Hugging Face models need transformers: {install_line(EXTRA)}"
         ) from error
-    # It warns of names that it will rename, which newer releases alone have.
+    # transformers warns of names that only newer releases have replaced.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -1,8 +1,8 @@
 """`infinity report`: one HTML page of one or several training runs.
 
-The page contains all that it needs, including the plotting library (plotly.js): it opens without a
-network, and its content security policy forbids all requests. Texts from files are escaped, so they
-are never interpreted as HTML.
+The page includes the plotting library (plotly.js), so it opens without a network; its content
+security policy forbids all requests. Texts from files are escaped, so browsers never interpret them
+as HTML.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _OF_TIME = {
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One chart: the id of its element, and its figure."""
+    """One chart: the id of its HTML element, and its figure."""
 
     name: str
     figure: go.Figure
@@ -70,8 +70,8 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Charts under one heading, with a sentence for the reader. wide: charts take the whole width.
-    table: rows of texts; the first row has the headings.
+    """Charts under one heading. about: an explanation for the reader. wide: charts take the whole
+    width. table: rows of texts; the first row has the headings.
     """
 
     title: str
@@ -112,7 +112,7 @@ def run_report(options: argparse.Namespace, console: Console | None = None) -> i
 def write_report(directories: Sequence[Path], out: Path, *, rated_tb: float | None = None) -> int:
     """Read the runs of these directories and write their page to `out`. Returns its size in bytes.
 
-    rated_tb: terabytes written that each drive is rated for; None: an example.
+    rated_tb: rated terabytes written of each drive; None: an example.
     Raises: ValueError if no run has a step, and for files that infinity did not write; OSError.
     """
     runs = [read_run(directory) for directory in directories]
@@ -128,7 +128,7 @@ def _check_watch(options: argparse.Namespace) -> None:
         return
     if not options.watch:
         raise ValueError(
-            f"--every {options.every:g} says how often --watch writes the page; add --watch"
+            f"--every {options.every:g} sets how often --watch writes the page; add --watch"
         )
     if not 0 < options.every < math.inf:
         raise ValueError(f"--every {options.every:g} must be a number of seconds above 0")
@@ -149,8 +149,7 @@ def _write(
 def page(
     runs: Sequence[RunHistory], rated_tb: float | None = None, reload_s: float | None = None
 ) -> str:
-    """Return the page as HTML. reload_s: seconds after which it loads itself again; None: it does
-    not.
+    """Return the page as HTML. reload_s: seconds after which the page reloads itself; None: never.
     """
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
@@ -161,7 +160,7 @@ def page(
         if section.table:
             body.append(_table(section.table))
         if section.charts:
-            # Set the grid before its charts: plotly draws them in the width that they find.
+            # The grid comes before its charts, since plotly draws them in the width at that moment.
             beside = len(section.charts) > 1 and not section.wide
             body.append(f'<div class="charts{" beside" if beside else ""}">')
             body += [
@@ -208,8 +207,8 @@ def sections(runs: Sequence[RunHistory], rated_tb: float | None = None) -> list[
         ),
         charted(
             "Time of a step",
-            "compute: forward and backward; waiting: for units and for updates; update: "
-            "opt.step(); rest: all else, such as clipping and the data.",
+            "compute: forward and backward; waiting: waits for units and updates; update: "
+            "opt.step(); rest: everything else, such as clipping and loading data.",
             each("time", _times),
         ),
         Section(
@@ -219,18 +218,20 @@ def sections(runs: Sequence[RunHistory], rated_tb: float | None = None) -> list[
         ),
         charted(
             "Drives",
-            "Bytes over the step's time, of all drives together, beside what was measured of them. "
-            "The limit of this mix is what they give to as many reads and writes as the step had.",
+            "Bytes over the step's time, of all drives together, and their measured bandwidths. "
+            "The limit of this mix is the drives' bandwidth for the step's share of reads and "
+            "writes.",
             each("drives", _rates),
         ),
         charted(
             "Memory by tier",
-            "What the engine holds on each tier after the newest step, and what the budget leaves.",
+            "Bytes that the engine holds on each tier after the newest step; unused budget.",
             each("tiers", _tiers),
         ),
         charted(
             "Memory over the run",
-            "RSS is the whole process: torch, gathered units where the CPU computes, activations.",
+            "RSS is the memory of the whole process, with torch; if the CPU computes, also "
+            "gathered units and activations.",
             each("memory", _memory),
         ),
         Section(
@@ -246,7 +247,7 @@ def sections(runs: Sequence[RunHistory], rated_tb: float | None = None) -> list[
             table=_wear(shown, EXAMPLE_TBW if rated_tb is None else rated_tb),
         ),
     ]
-    # A section without charts, as "Drives" of a run without drives, has no text: omit it.
+    # Omit sections without charts, such as "Drives" for runs without drives: they have no text.
     return [section for section in found if section.about]
 
 
@@ -353,7 +354,7 @@ def _loss(runs: Sequence[RunHistory]) -> go.Figure:
 
 
 def _curves(runs: Sequence[RunHistory]) -> tuple[Chart, ...]:
-    """Draw figures of steps that have one curve a run."""
+    """Draw the figures of steps that need one curve per run."""
     curves: tuple[tuple[str, str, Callable[[RunHistory, Point], float | None]], ...] = (
         ("lr", "learning rate", lambda _, point: point.get("lr")),
         ("norm", "gradient norm, before clipping", lambda _, point: point.get("grad_norm")),
@@ -375,14 +376,15 @@ def _curves(runs: Sequence[RunHistory]) -> tuple[Chart, ...]:
 
 
 def tokens_per_s(point: Point) -> float | None:
-    """Return the tokens of a point's steps by their time; None if not known."""
+    """Return a point's tokens per second; None if unknown."""
     tokens, seconds = point.get("tokens"), point.means["step_s"]
     return tokens / seconds if tokens is not None and seconds > 0 else None
 
 
 def eta(run: RunHistory, point: Point) -> float | None:
-    """Return the share of a point's time that its steps need at least: the larger of their compute
-    and what the drives need for their bytes. None if the drives were not measured.
+    """Return the least possible time of a point's steps over their time. The least time is the
+    larger of compute and the drives' time for the steps' bytes. None if the drives were not
+    measured.
     """
     compute_s, seconds = point.get("compute_s"), point.means["step_s"]
     if compute_s is None or seconds <= 0 or not {"read", "write"} <= run.bandwidth.keys():
@@ -398,9 +400,9 @@ def _speed_text(runs: Sequence[RunHistory]) -> str:
     if not _curves(runs):
         return ""
     return (
-        "η of a step is the larger of its compute and of what the drives, as measured, need for "
-        "its bytes, as a share of its time. Compute beside updates counts as compute here; the "
-        "summary of infinity train has η without them."
+        "η of a step is the larger of compute time and the drives' time for the step's bytes, "
+        "divided by the step's time. Concurrent updates slow compute, which raises η here; the "
+        "summary of infinity train excludes this effect."
     )
 
 
@@ -454,8 +456,8 @@ def _rate(point: Point, field: str) -> float | None:
 
 
 def _mix_limit(point: Point, bandwidth: dict[str, float]) -> float | None:
-    """Return the GB/s that the drives reach for the point's mix of reads and writes, which share
-    the drives' time.
+    """Return the GB/s of the drives for a point's mix of reads and writes, which share the drives'
+    time.
     """
     read, written = point.get("bytes_read") or 0.0, point.get("bytes_written") or 0.0
     busy = read / bandwidth["read"] + written / bandwidth["write"]
@@ -541,8 +543,8 @@ def _written(run: RunHistory) -> go.Figure | None:
 
 
 def _timeline(run: RunHistory, longest_s: float) -> go.Figure | None:
-    """Draw a step, a band of rows for each kind of work. All runs of a page have the same scale:
-    `longest_s` seconds.
+    """Draw a step, with a band of rows for each kind of work. All charts of a page have the same
+    time axis of `longest_s` seconds.
     """
     timeline = run.timeline
     if timeline is None or not timeline.lanes:
@@ -578,7 +580,7 @@ def _lane(lane: str, bars: Sequence[Bar], at: int, timeline: StepTimeline) -> An
     labels = [_label(bar, timeline.names) for bar in bars]
     last = max(len(timeline.names) - 1, 1)
     scale, share = UNITS
-    # An explicit colour for each bar: with a colour scale plotly chooses text without contrast.
+    # Each bar has an explicit colour: with a colour scale, plotly's text would lack contrast.
     colours: Any = sample_colorscale(scale, [share * bar.first / last for bar in bars])
     colours = {"waiting": RED, "phase": GREY}.get(lane, colours)
     return go.Bar(
@@ -688,7 +690,7 @@ def _tokens_text(run: RunHistory) -> str:
 
 
 def _bound_text(run: RunHistory) -> str:
-    """Say what took most of the steps' time, and the shares of all parts."""
+    """Format the parts of the steps' time as shares, the largest part first."""
     seconds = run.total("step_s")
     known = {
         "compute": run.total("compute_s"),
@@ -753,18 +755,18 @@ def _options_text(run: RunHistory) -> str:
 def _timeline_text(runs: Sequence[RunHistory]) -> str:
     if not any(run.timeline for run in runs):
         return (
-            "No timeline was recorded: a run draws its second step, its fourth, and so on (not "
-            "with --no-trace)."
+            "No timeline was recorded: a run records one at steps 2, 4, 8 and so on, unless "
+            "--no-trace is given."
         )
     lost = [
-        f" Of {_short(run.name)}, {run.timeline.dropped} spans were too many to be kept."
+        f" {_short(run.name)} had {run.timeline.dropped} spans more than the timeline can hold."
         for run in runs
         if run.timeline is not None and run.timeline.dropped
     ]
     return (
-        "Each bar is work on one unit; its colour is the unit's place in the model. Bars of a lane "
-        "overlap where several units are under way. compute: the unit is gathered and in use; on a "
-        f"GPU that is from launch to launch.{''.join(lost)}"
+        "Each bar is work on one unit; its colour shows the unit's place in the model. Bars of a "
+        "lane overlap while several units are in progress. compute: the unit is gathered and in "
+        f"use; on a GPU, measured between kernel launches.{''.join(lost)}"
     )
 
 
@@ -772,26 +774,25 @@ def _wear_text(runs: Sequence[RunHistory], rated_tb: float | None) -> str:
     if not any(run.drives for run in runs):
         return "Nothing rests on a drive."
     least = (
-        f" A run is extrapolated to days if its steps took {format_left(WEAR_LEAST_S)} or more: in "
-        "a shorter one, loading and the first steps say little of a day."
+        f" The page extrapolates to days if the steps took {format_left(WEAR_LEAST_S)} or more: in "
+        "a shorter run, loading and the first steps distort the rate."
     )
     if rated_tb is not None:
         rated = f"How long drives rated for {rated_tb:g} terabytes written (TBW) last at this rate."
         return rated + least
     return (
-        "What a drive is rated for is not known here: the example is a drive of "
-        f"{EXAMPLE_TBW} terabytes written (TBW). Give yours with --tbw.{least}"
+        f"The drives' ratings are unknown: the example is a drive rated for {EXAMPLE_TBW} "
+        f"terabytes written (TBW). Give yours with --tbw.{least}"
     )
 
 
 def _wear(runs: Sequence[RunHistory], rated_tb: float) -> tuple[tuple[str, ...], ...]:
-    """Return a row of texts for each drive: bytes that training wrote, and the engine's forecast.
-    """
+    """Return a row of texts for each drive: bytes that training wrote, and the drive's life."""
     rows = []
     for run in runs:
         for drive in run.drives.values():
             long = drive.seconds >= WEAR_LEAST_S
-            # Of all steps of this drive; drives are rated in decimal terabytes.
+            # Drives are rated in decimal terabytes.
             day = drive.written_bytes / drive.seconds * 86_400 / 1e12 if long else None
             days = rated_tb / day if day else math.inf
             rows.append(
@@ -816,13 +817,13 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _short(text: str, most: int = _TEXT_MAX) -> str:
-    """Return a text from a file, shortened to `most` characters, with unprintable ones replaced."""
+    """Shorten a text from a file to `most` characters, and replace unprintable characters."""
     short = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in short)
 
 
 def _plain(text: str) -> str:
-    """Return a text from a file for a chart. plotly interprets some HTML, so tags are escaped."""
+    """Shorten and escape a text from a file for a chart, since plotly interprets some HTML tags."""
     return html.escape(_short(text), quote=False)
 
 

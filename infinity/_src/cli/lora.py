@@ -1,10 +1,10 @@
-"""LoRA adapters of `infinity train --lora R`, by PEFT: added to a model on the meta device, filled
-beside the weights of the base, and written as PEFT's files.
+"""LoRA adapters of `infinity train --lora R`, by PEFT: added to a model on the meta device,
+initialized together with the base model's weights, and written as PEFT's files.
 
     model on meta -> add_adapters -> offload with AdaptedTensors -> training -> adapters_of
 
-Adapters are on all linears of the blocks (PEFT's "all-linear", which leaves out the head), with
-alpha twice the rank. The base is frozen: it has no optimizer states, and no drive writes it again.
+All linears of the blocks get adapters (PEFT's "all-linear", which leaves out the head), with alpha
+twice the rank. The base is frozen: it has no optimizer states, and training never writes it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def check_installed() -> None:
 
 
 def add_adapters(model: Any, rank: int, directory: Path) -> Any:
-    """Return the PeftModel of `model`, which is on the meta device. directory: of the base, for the
-    adapter's configuration.
+    """Return the PeftModel of `model`, which is on the meta device. directory: the base model's,
+    for the adapter's configuration.
     """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    # PEFT's files name the base that they belong to.
+    # PEFT writes this name into the adapter's configuration.
     model.name_or_path = str(directory)
     with warnings.catch_warnings():
         # PEFT asks the model for attributes that transformers has renamed.
@@ -53,18 +53,18 @@ def add_adapters(model: Any, rank: int, directory: Path) -> Any:
 
 
 def adapters_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the adapters, by name. Collective."""
+    """Return copies of the adapters' tensors, by name. Collective."""
     adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     with inf.handle(model).gather(list(adapters.values())):
         return {name: each.detach().cpu().clone() for name, each in adapters.items()}
 
 
 class AdaptedTensors(FileTensors):
-    """Tensors of a PeftModel on the meta device: those of its base are read from `base`, by the
-    names of `plain`, the base without adapters; adapters have PEFT's initial values.
+    """Tensors of a PeftModel on the meta device. Weights of the base model are read from `base`, by
+    their names in `plain`, the model without adapters; adapters have PEFT's initial values.
 
-    The first factor is drawn from a generator for `seed` and the tensor's name, so that ranks draw
-    the same; the second is zero.
+    The factor A is drawn from a generator for `seed` and the tensor's name, so that all ranks draw
+    the same values; the factor B is zero.
     """
 
     def __init__(self, model: Any, plain: torch.nn.Module, base: FileTensors, seed: int) -> None:
@@ -87,7 +87,7 @@ class AdaptedTensors(FileTensors):
             for name in self._shapes
             if (found := name.removeprefix(_BASE).replace(".base_layer", "")) in known
         }
-        # The adapter that was read last, for its further parts.
+        # The adapter that was read last, since `read_into` reads parts of it.
         self._drawn: tuple[str, torch.Tensor] | None = None
         wrong = [n for n in self._shapes if n not in self._plain and not _ADAPTER.search(n)]
         assert not wrong, wrong
@@ -132,7 +132,7 @@ class AdaptedTensors(FileTensors):
         return self._base.explain(self._of(name)) if self._is_base(name) else Faults()
 
     def _is_base(self, name: str) -> bool:
-        # A name that the model does not have comes from the files of the base.
+        # The base's files have every name that the model lacks.
         return name in self._plain or name not in self._shapes
 
     def _of(self, name: str) -> str:

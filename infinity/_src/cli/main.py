@@ -32,8 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # For the list of commands and for completion only: `_run` passes the arguments of bench to the
-    # parser of bench.
+    # This entry serves help and completion only: `_run` passes the arguments of bench to another
+    # parser.
     benchmarks = commands.add_parser(
         "bench", help="measure drives, update kernels and copies on this machine"
     )
@@ -50,11 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_train(train)
     report = commands.add_parser(
         "report",
-        help="one HTML page of a training run, or of several",
+        help="write one HTML page about a training run, or several",
         description=arguments.REPORT,
     )
     arguments.add_report(report)
-    doctor = commands.add_parser("doctor", help="what this machine offers, and what is missing")
+    doctor = commands.add_parser(
+        "doctor", help="check what this machine can do, and say how to fix what is missing"
+    )
     doctor.add_argument(
         "--dir",
         action="append",
@@ -66,12 +68,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--model",
         type=argument,
         metavar="MODEL",
-        help="a Hugging Face model directory, or its config.json: does training it fit here, and "
-        "which update is the fastest",
+        help="a Hugging Face model directory, or its config.json: predict whether training it fits "
+        "this machine, and the fastest way",
     )
     plan = commands.add_parser(
         "plan",
-        help="does a model fit, how long is a step, what would help",
+        help="predict whether a model fits, the time of a step, and what would help",
         description=arguments.PLAN,
     )
     arguments.add_plan(plan)
@@ -92,16 +94,16 @@ def _describe_bench(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 2 for a mistake, 1 for a fault, 128 + n after
-    the signal n; `infinity train`, `plan` and `checkpoint` define theirs. Errors of files, values,
-    memory and standard output become one line on stderr. argv: without the program's name; None:
-    `sys.argv`.
+    the signal n; `run_train`, `run_plan` and `run_checkpoint` define other statuses. Errors of
+    files, values, memory and standard output become one line on stderr. argv: arguments without the
+    program's name; None: those of `sys.argv`.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    return with_safe_streams(lambda: _told(given))
+    return with_safe_streams(lambda: _run_and_report(given))
 
 
-def _told(given: Sequence[str]) -> int:
-    """Run a command, and print in one line any foreseen error that it raises."""
+def _run_and_report(given: Sequence[str]) -> int:
+    """Run a command, and print any foreseen error that it raises in one line."""
     try:
         return _run(given)
     except KeyboardInterrupt as error:
@@ -120,7 +122,7 @@ def _is_foreseen(error: Exception) -> bool:
         return True
     if isinstance(error, ImportError) and not native.available():
         return True
-    # Torch has a separate error for exhausted memory. Without torch imported there is none.
+    # Only torch, if a command has imported it, raises the remaining foreseen error.
     if "torch" not in sys.modules:
         return False
     from infinity._src.base.torch_compat import is_out_of_memory
@@ -129,18 +131,18 @@ def _is_foreseen(error: Exception) -> bool:
 
 
 def _read_model(path: Path, tbw: float | None) -> bench.Forecast:
-    # Imported here: the module imports torch, which bench needs for nothing else.
+    # Imported here: the module imports torch, which other benchmarks do not need.
     from infinity._src.cli.bench_model import read_model
 
     return read_model(path, tbw)
 
 
 def _run(given: Sequence[str]) -> int:
-    # Before the parser, which does not know the arguments of bench.
+    # The parser of bench reads the arguments of bench.
     if given[:1] == ["bench"]:
         from infinity._src.measure import command as bench
 
-        # A signal that ended the process would leave fio running, with its files.
+        # Without `StopSignals` a signal would end the process and leave fio running.
         with StopSignals():
             return bench.main(given[1:], _read_model)
     parser = build_parser()
@@ -155,9 +157,10 @@ def _run(given: Sequence[str]) -> int:
         from infinity._src.cli.html_report import run_report
 
         return run_report(options)
-    # tqdm reads this once, when torch imports it: bars of other libraries would garble ours.
+    # Progress bars of other libraries would garble this command's. tqdm reads the variable once,
+    # when torch imports tqdm.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    # Not for doctor, which shows the environment that a user's training loop would have.
+    # After doctor, which reports the environment that a user's training loop would have.
     wait_passively()
     if options.command == "plan":
         from infinity._src.cli.plan import run_plan

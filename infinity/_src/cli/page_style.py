@@ -1,8 +1,8 @@
-"""Style of the page of `infinity report`: one palette for all charts, legible on the light and on
-the dark page; the reader's system says which.
+"""Style of the page of `infinity report`: one palette for all charts, legible on the light and the
+dark page; the reader's system chooses between them.
 
 Each colour of the palette has a contrast of at least 3 with both pages (WCAG's bound for graphics).
-Texts of charts get their colour from the page's style sheet, since plotly knows no second one.
+Texts of charts get their colour from the page's style sheet, since plotly has a single text colour.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PALETTE: Final = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, OCHRE, GREY)
 """Colours of runs and of parts, in this order."""
 
 UNITS: Final = ("Phase", 0.85)
-"""plotly's colour scale for the places of units in the model, all of one brightness, and how much
-of it is used: its end has the colour of its beginning.
+"""(plotly's colour scale for the places of units in the model, the used share of the scale). The
+scale has one brightness; its end is not used, since it has the colour of its beginning.
 """
 
 _GRID = "rgba(125,133,144,0.3)"
@@ -38,8 +38,8 @@ CHART: Final[dict[str, Any]] = {
     "hoverlabel": {"align": "left"},
     "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": BLUE},
 }
-"""Layout of each chart: the page is its background. plotly takes 13 ms to copy one of its own
-templates into a chart."""
+"""Layout of each chart, with a transparent background. plotly's templates are not used: copying one
+into a chart takes 13 ms."""
 AXIS: Final[dict[str, Any]] = {
     "gridcolor": _GRID,
     "zerolinecolor": _GRID,
@@ -76,12 +76,12 @@ th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
 POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
-"""Content security policy. No requests: plotly.js and its styles are in the page."""
+"""Content security policy. It forbids all requests: plotly.js and its styles are in the page."""
 
 
 def reloads(seconds: float | None) -> str:
-    """Return the script by which a page loads itself again; "" for a page that does not. The reader
-    stays where they are on the page.
+    """Return the script that reloads a page after `seconds`; "" for None. A reload keeps the
+    reader's scroll position.
     """
     if seconds is None:
         return ""

@@ -1,10 +1,10 @@
-"""`infinity plan`: does a model fit a machine, and which way to train it is the fastest.
+"""`infinity plan`: predicts whether a model fits a machine, and the fastest way to train it.
 
-The command loads no weights and measures nothing. It builds the model on the meta device from its
-configuration (code that comes with a model is never run), and takes the drives' figures from its
-arguments or from a record of `python -m infinity.bench swap --json`. It searches the ways that the
-arguments leave open (`plan.search`). The answer is a screen for people (`cli.plan_answer`), every
-table (`cli.plan_tables`), or one JSON record.
+The command loads no weights and measures nothing. It builds the model on the meta device from the
+model's configuration (code that comes with a model never runs), and takes the drives' figures from
+the arguments or from a record of `python -m infinity.bench swap --json`. It searches all ways to
+train that the arguments allow (`plan.search`). The output is one screen (`cli.plan_answer`), with
+--all every table (`cli.plan_tables`), and with --json a record.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def run_plan(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Plan as `options` say. Returns the exit status: 0 if the job fits, 1 if it does not, 2 for a
-    mistake.
+    """Plan the job of `options`. Returns the exit status: 0 if the job fits, 1 if it does not, 2
+    for a user's mistake.
     """
     # With "--json -" standard output has the record alone; all other output goes to stderr.
     to_stdout = options.json is not None and str(options.json) == "-"
@@ -108,8 +108,8 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
 def find_answer(
     options: argparse.Namespace, shape: ModelShape, machine: Machine, job: Job
 ) -> Answer:
-    """Search the ways that the options leave open. With --as-given, and with a DeepSpeed
-    configuration, which says what to run, only the job as given is predicted.
+    """Search all ways to train that the options allow. With --as-given or a DeepSpeed
+    configuration, predict only the job as given.
     """
     given: dict[str, Any] = {
         name: getattr(options, name) for name in ("total_tokens", "lora", "dtype")
@@ -134,7 +134,7 @@ def find_answer(
 def _without_one(
     options: argparse.Namespace, shape: ModelShape, machine: Machine, job: Job
 ) -> dict[str, Prediction | None]:
-    """Search without one of the options that leave no way that fits, for each of them."""
+    """For a job that does not fit, search once without each option that restricts the search."""
     fixed, found = fixed_fields(options), {}
     axes = axes_of(shape, machine, job, ()).values()
     searched = {name for values in axes for each in values for name in each}
@@ -176,17 +176,17 @@ def fixed_fields(options: argparse.Namespace) -> set[str]:
 def read_shape(
     path: Path, dtype: torch.dtype, *, nested: bool = True, lora: int | None = None
 ) -> ModelShape:
-    """Read the shape of the Hugging Face model at `path`: a directory or its config.json. Only that
-    file is read. nested: as in `plan.workload.shape_of`. lora: rank of the adapters of all linears,
-    which alone are trained; None: the whole model is.
+    """Read the shape of the Hugging Face model at `path`: a directory or its config.json, the only
+    file that is read. nested: as in `plan.workload.shape_of`. lora: rank of adapters on all
+    linears, with which only adapters are trained; None: the whole model is trained.
 
-    Raises: ValueError naming what is wrong with the file.
+    Raises: ValueError naming the file and its fault.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"{path} is neither a directory with a config.json nor such a file; a model is planned "
-            "from disk only"
+            f"{path} is neither a directory with a config.json nor a config.json; infinity plan "
+            "reads models from disk only"
         )
     transformers = hf_model.quiet_transformers()
     config = _read_config(file, transformers)
@@ -197,9 +197,9 @@ def read_shape(
     ]
     if not found:
         raise ValueError(
-            f"{file}: {type(config).__name__} is no language model that transformers can train"
+            f"{file}: {type(config).__name__} is not a language model that transformers can train"
         )
-    # Quantized weights cannot be trained, so a plan is of the unquantized model.
+    # Quantized weights cannot be trained, so the plan uses the unquantized model.
     config.quantization_config = None
     with hf_model.read_by_transformers(file), torch.device("meta"):
         model = found[0].from_config(config, dtype=dtype, trust_remote_code=False)
@@ -208,7 +208,7 @@ def read_shape(
         with torch.device("meta"):
             model = adapters.add_adapters(model, lora, file.parent)
     if file.name == "config.json":
-        # Every model's file has this name; its directory is named after the model.
+        # Every model has a file of this name, in a directory named after the model.
         name = file.absolute().parent.name
     else:
         name = file.stem
@@ -217,8 +217,8 @@ def read_shape(
 
 
 def _read_config(file: Path, transformers: Any) -> Any:
-    """Read a configuration. One whose code comes with the model is read as that of the class of
-    transformers that it names: Kimi-K2's names DeepseekV3ForCausalLM.
+    """Read a configuration. If the code of the configuration's class comes with the model, use the
+    class of transformers that `architectures` names: Kimi-K2 names DeepseekV3ForCausalLM.
     """
     fields: dict[str, Any] = read_object(file) or {}
     kind = fields.get("model_type")
@@ -232,15 +232,15 @@ def _read_config(file: Path, transformers: Any) -> Any:
             with hf_model.read_by_transformers(file):
                 return config.from_dict({**fields, "model_type": config.model_type})
     raise ValueError(
-        f"{file}: the code of model_type {kind!r} comes with the model, which is never run, and "
-        f"architectures={names!r} names no class of transformers; if it is built like a model of "
-        'transformers, plan a copy of config.json with that model\'s class, such as "architectures"'
-        ': ["DeepseekV3ForCausalLM"]'
+        f"{file}: the code of model_type {kind!r} comes with the model, and infinity does not run "
+        f"such code; architectures={names!r} names no class of transformers. If transformers has a "
+        "model of the same structure, plan a copy of config.json that names its class, such as "
+        '"architectures": ["DeepseekV3ForCausalLM"]'
     )
 
 
 def read_machine(options: argparse.Namespace, *, float32: bool = False) -> Machine:
-    """Describe the machine that the arguments name. float32: it computes in fp32.
+    """Describe the machine of the arguments. float32: the machine computes in fp32.
 
     Raises: ValueError naming argument, value and fix.
     """
@@ -267,8 +267,8 @@ def read_machine(options: argparse.Namespace, *, float32: bool = False) -> Machi
     if machine.gpus and machine.flops_per_gpu > machine.flops_peak_per_gpu:
         rate, peak = machine.flops_per_gpu / 1e12, machine.flops_peak_per_gpu / 1e12
         raise ValueError(
-            f"--flops {rate:g} is more than the {peak:g} TFLOP/s that the GPU can do at most; give "
-            "less, or the --flops-peak of your GPU"
+            f"--flops {rate:g} is more than the GPU's peak of {peak:g} TFLOP/s; give less, or the "
+            "--flops-peak of your GPU"
         )
     return machine
 
@@ -287,37 +287,38 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     for name in ("flops", "flops_peak", "tbw", "link_gbps"):
         value = getattr(options, name)
-        # Checked before units are converted, so that the message shows the number as given.
+        # Checked before the conversion of units, so that the message shows the user's number.
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
 
 
 def _check_drives(options: argparse.Namespace) -> None:
-    """Refuse options of drives beside none, and generations that a durable run does not have."""
+    """Raise ValueError for options of drives with --drives 0, and for --durable with one
+    generation.
+    """
     of_drives = ("nvme_read", "nvme_write", "nvme_size", "bench", "tbw", "separable", "durable")
     found = [f"--{name.replace('_', '-')}" for name in of_drives if getattr(options, name)]
     tiers = ("params", "optim", "grads", "activations")
     found += [f"--{name} nvme" for name in tiers if getattr(options, name) == "nvme"]
     if options.drives == 0 and found:
         raise ValueError(
-            f"--drives 0 beside {', '.join(found)}, which need{'s' * (len(found) == 1)} a drive: "
+            f"--drives 0 with {', '.join(found)}, which need{'s' * (len(found) == 1)} a drive: "
             "leave one or the other out"
         )
     if options.durable and options.generations == 1:
         raise ValueError(
-            "--generations 1 beside --durable: a durable run has two or more; leave --generations "
-            "out"
+            "--generations 1 with --durable: a durable run has two or more; leave --generations out"
         )
 
 
 def read_ds_config(options: argparse.Namespace, machine: Machine) -> DeepSpeedRun | None:
-    """Read the DeepSpeed configuration that the arguments name, for the ranks of `machine`; None
-    without one. Raises: ValueError naming key, value and fix.
+    """Read the DeepSpeed configuration of the arguments for the ranks of `machine`; None if the
+    arguments have none. Raises: ValueError naming key, value and fix.
     """
     if options.ds_config is None:
         return None
-    # A trainer replaces "auto" by its arguments. Without --dtype take whichever of bf16 and fp16
-    # the configuration enables.
+    # A trainer replaces "auto" by its arguments. Without --dtype, use bf16 or fp16, whichever the
+    # configuration enables.
     for dtype in [options.dtype] if options.dtype else ["bfloat16", "float16"]:
         run = read_deepspeed(
             options.ds_config,
@@ -340,13 +341,13 @@ def _dtype(options: argparse.Namespace, run: DeepSpeedRun | None) -> torch.dtype
 def read_policy(
     options: argparse.Namespace, machine: Machine, run: DeepSpeedRun | None
 ) -> inf.Policy:
-    """Make the policy of the arguments. Fields that they leave out come from the DeepSpeed
-    configuration, or without one from the plan's defaults: states on NVMe, or in RAM without
-    drives.
+    """Make the policy of the arguments. Fields that the arguments leave out come from the DeepSpeed
+    configuration; without a configuration, from the plan's defaults: states on NVMe, or in RAM if
+    the machine has no drives.
     """
     given = given_fields(options)
-    # `--ram` is the machine's RAM, not the policy's budget. A tier on NVMe must name a directory; a
-    # plan opens none, so any name works.
+    # `--ram` is the machine's RAM, not the policy's budget. A tier on NVMe must have a directory; a
+    # plan does not open it, so any name works.
     given |= {"ram": None, "nvme": ["."]}
     if "grad_dtype" in given:
         given["grad_dtype"] = getattr(torch, given["grad_dtype"])
@@ -361,15 +362,15 @@ def read_policy(
 def read_job(
     options: argparse.Namespace, shape: ModelShape, machine: Machine, run: DeepSpeedRun | None
 ) -> Job:
-    """Describe the job of the arguments. Policy and micro-batches that they leave out come from the
-    DeepSpeed configuration; without that, take the fewest micro-batches that fit.
+    """Describe the job of the arguments. Policy and micro-batches that the arguments leave out come
+    from the DeepSpeed configuration; without one, the job has the fewest micro-batches that fit.
 
     Raises: ValueError naming argument, value and fix.
     """
     policy = read_policy(options, machine, run)
     if options.exact and (policy.state != "exact" or policy.qwz or policy.qgz):
         raise ValueError(
-            "--exact beside --state, --qwz or --qgz, which round: leave one or the other out"
+            "--exact with --state, --qwz or --qgz, which round: leave one or the other out"
         )
     _check_passes(options, policy, machine)
     _check_tiles(options, shape)
@@ -402,12 +403,13 @@ def _optimizer_of(run: DeepSpeedRun | None) -> str:
 
 
 def _sequence(options: argparse.Namespace, shape: ModelShape, batches: int) -> int:
-    """Return the tokens of a sequence. batches: micro-batches of a step, over all devices; each has
-    whole sequences. Raises: ValueError if it has none.
+    """Return the tokens of a sequence. batches: micro-batches of a step, over all devices; each
+    must have a whole sequence. Raises: ValueError if the sequence is too long for that or for the
+    model.
     """
     tokens: int = options.tokens_per_step // batches
     if options.seq is None:
-        # positions is 0 if the configuration does not say how many there are.
+        # positions is 0 if the configuration does not state their number.
         return max(min(SEQUENCE, shape.positions or SEQUENCE, tokens), 1)
     sequence: int = options.seq
     if sequence > tokens:
@@ -418,7 +420,7 @@ def _sequence(options: argparse.Namespace, shape: ModelShape, batches: int) -> i
         )
     if shape.positions and sequence > shape.positions:
         raise ValueError(
-            f"--seq {sequence}: the model has {shape.positions} positions; give at most that"
+            f"--seq {sequence}: the model has {shape.positions} positions; give at most as many"
         )
     return sequence
 
@@ -436,12 +438,12 @@ def _check_passes(options: argparse.Namespace, policy: inf.Policy, machine: Mach
         )
     if policy.activations == "cpu" and not machine.gpus:
         raise ValueError(
-            "--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or "
-            "'device' (they stay)"
+            "--activations cpu with --gpus 0: the activations are always in CPU memory; use "
+            "'nvme', or 'device' (they stay)"
         )
     if policy.update_on == "device" and not machine.gpus:
         raise ValueError(
-            "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
+            "--update-on device with --gpus 0: the CPU is the only device; leave --update-on out"
         )
 
 
@@ -449,7 +451,8 @@ def _check_tiles(options: argparse.Namespace, shape: ModelShape) -> None:
     check_tiles(options)
     if options.tile_experts is not None and not shape.has_stacks:
         raise ValueError(
-            f"--tile-experts {options.tile_experts}: the model has no stack of experts"
+            f"--tile-experts {options.tile_experts}: the model has no stack of experts; leave it "
+            "out"
         )
     outputs = max((linear.out_features for linear in shape.kinds_of_linears), default=0)
     for name, most, what in (
@@ -461,14 +464,15 @@ def _check_tiles(options: argparse.Namespace, shape: ModelShape) -> None:
         if value is not None and value > most:
             raise ValueError(
                 f"--{name.replace('_', '-')} {value} is more than the {most} {what}; give at most "
-                "that"
+                f"{most}"
             )
 
 
 def _check_resident(
     options: argparse.Namespace, shape: JobShape, machine: Machine, policy: inf.Policy
 ) -> None:
-    """Refuse bytes of resident states that a process of the machine, or the model, does not have.
+    """Raise ValueError for more bytes of resident states than a process of the machine has RAM, or
+    than the model has states.
     """
     if not options.resident:
         return
@@ -484,8 +488,6 @@ def _check_resident(
                 f"--resident {kind}={format_size(part)} is more than {what} for each process, "
                 f"{format_size(min(each, room))}; give less, or a share such as {kind}=0.5"
             )
-
-
 
 
 def _size(text: str | None, option: str) -> float | None:
@@ -508,10 +510,10 @@ def _rate(text: str | None, option: str) -> float | None:
         value = float(text) * 1e9
     except ValueError:
         try:
-            # A size per second, as people copy it from data sheets: 6.8GB/s.
+            # A size per second, as in data sheets: 6.8GB/s.
             value = float(parse_size(text.removesuffix("/s")))
         except ValueError:
-            # Refused below, with the text as given.
+            # The check below raises, with the user's text.
             value = 0.0
     if not value > 0 or math.isinf(value):
         raise ValueError(
@@ -536,7 +538,7 @@ _FIGURES: dict[str, tuple[str, Callable[[Any, str], float | None]]] = {
     "peers_per_gpu": ("peers", _rate),
     "dram_bytes_per_s": ("dram", _rate),
     "tbw_per_drive": ("tbw", _times(1e12)),
-    # In bits: networks are rated in Gbit/s.
+    # Networks are rated in Gbit/s.
     "link_bytes_per_s": ("link_gbps", _times(1e9 / 8)),
     "cores": ("cores", _times(1)),
 }
@@ -550,10 +552,10 @@ def describe_model(model: Path, drives: Sequence[DirectoryProbe]) -> tuple[str, 
     """Return (forecast of training `model` on this machine, warning); the warning is "" if the
     model fits. model: a directory or its config.json. drives: usable directories for swap.
 
-    Raises: ValueError for a path that is no model, or without directories.
+    Raises: ValueError for a path that is not a model, or without directories.
     """
     if not drives:
-        raise ValueError("there is no directory for swap to train it with; give one with --dir")
+        raise ValueError("training needs a directory for swap, and none is usable; give one: --dir")
     shape = read_shape(model, torch.bfloat16)
     sequence = min(SEQUENCE, shape.positions or SEQUENCE)
     # A tier on NVMe must name a directory; the forecast does not open it.
@@ -577,13 +579,13 @@ def machine_here(
     measured: IoSettings | None = None,
     tbw: float | None = None,
 ) -> Machine:
-    """Describe this machine. measured: rates of the directories; None: assumed ones. tbw: terabytes
-    written that one drive is rated for; None: assumed.
+    """Describe this machine. measured: rates of the directories; None: assumed rates. tbw: rated
+    terabytes written of one drive; None: an assumed rating.
     """
     # Directories of one file system share its capacity, and count as one drive.
     free = {Path(probe.path).stat().st_dev: float(probe.free_bytes) for probe in drives}
     left = float(memory_left_bytes())
-    # Models cannot be offloaded from AMD GPUs, so there the CPU computes.
+    # Models cannot be offloaded from AMD GPUs, so the CPU computes on such machines.
     there = torch.cuda.is_available() and not rocm_lacks()
     gpu = torch.cuda.get_device_properties(0) if there else None
     rates: Figures = {
@@ -593,7 +595,7 @@ def machine_here(
     }
     pairs = list(measured.bandwidths.values()) if measured is not None else []
     if len(pairs) > len(free):
-        # Measured at once: directories of one drive have parts of its rate.
+        # All directories were measured at once, so directories of one drive share its rate.
         rates["read_bytes_per_s"] = sum(read for read, _ in pairs)
         rates["write_bytes_per_s"] = sum(write for _, write in pairs)
         measured = None

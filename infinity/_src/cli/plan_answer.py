@@ -1,5 +1,5 @@
-"""The answer of `infinity plan` on one screen: the fastest ways that fit, the first of them ready
-to paste, what more of the machine would bring, and what was assumed.
+"""The answer of `infinity plan` on one screen: the fastest ways to train that fit, Python and a
+command line for the fastest, the gain of a larger machine, and the assumed figures.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from infinity._src.plan.workload import Job, ModelShape
 class Answer:
     """Predictions of one plan.
 
-    best: the fastest way that fits; if none fits, the job as given, with the reasons. second: the
+    best: the fastest way that fits; if no way fits, the job as given, with the reasons. second: the
     fastest way of another kind. exact: the fastest way with the numbers of plain training, if
-    `best` rounds. more: the fastest way with more of the machine, by what is more; None where no
-    way is faster (if none fits now: fits). total_tokens: of the whole training. lora: rank of the
-    adapters. dtype: of the parameters. None: not given.
+    `best` rounds. more: for each enlargement of the machine (its name) the fastest way then; None
+    if no way is faster than `best`, or if none fits. total_tokens: tokens of the whole training.
+    lora: rank of the adapters. dtype: dtype of the parameters. None: not given.
     """
 
     model: Path
@@ -55,12 +55,12 @@ class Answer:
 
     @property
     def ways(self) -> dict[str, Prediction]:
-        """The ways that fit, by their names in the table."""
+        """The ways that fit, by key of the table's column."""
         found = {"1": self.best, "2": self.second, "exact": self.exact}
         return {name: way for name, way in found.items() if way is not None and way.fits}
 
     def as_record(self) -> dict[str, Any]:
-        """Return what the JSON record has in addition to the plan itself."""
+        """Return the fields that the JSON record has in addition to the plan's."""
         best = self.best
         return {
             "policy": policy_text(best) if best.fits else None,
@@ -76,7 +76,7 @@ class Answer:
 
 
 def show_answer(console: Console, answer: Answer) -> None:
-    """Print the answer."""
+    """Print the answer on one screen."""
     best = answer.best
     console.print(_head(answer), highlight=False)
     if best.fits:
@@ -92,7 +92,7 @@ def show_answer(console: Console, answer: Answer) -> None:
     if answer.ways:
         _show_ways(console, answer)
         line = command(answer)
-        train = ["infinity train cannot run it: see its --help"]
+        train = ["infinity train cannot run this way: see infinity train --help"]
         if line:
             train = [line, _rounded(best), _left_out(best.job.policy)]
         for text in (policy_text(best), *calls(best.job), *filter(None, train)):
@@ -104,19 +104,19 @@ def show_answer(console: Console, answer: Answer) -> None:
 
 
 def show_assumed(console: Console, found: Prediction) -> None:
-    """Print the figures that were not given, and what a forecast is."""
+    """Print the figures that the user did not give, and the forecast's assumptions."""
     sources = found.machine.sources
     assumed = {name: source for name, source in sources.items() if source != "given"}
     if assumed:
         console.print("Not given, so assumed:")
         for name, source in assumed.items():
-            # Sources have names of figures; show the names of the options that set them.
+            # Sources are keyed by figures; show the options that set the figures.
             option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
             say(console, f"  --{option}: {source}", markup=False)
     console.print(
-        f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands "
-        "of itself. Activations and operations are estimated from the configuration. It is a "
-        "forecast: nothing was measured.",
+        f"s/step is the limit divided by {EFFICIENCY}, the efficiency that the engine aims at. "
+        "Activations and operations are estimated from the configuration. This is a forecast: "
+        "nothing was measured.",
         highlight=False,
     )
 
@@ -137,7 +137,7 @@ def _head(answer: Answer) -> str:
 
 
 def describe_way(job: Job) -> dict[str, str]:
-    """Describe a way: its values by name, without the values of plain training."""
+    """Return the values of a way by name; values of plain training are left out."""
     policy = job.policy
     batches = f"{job.micro_batches}{', vertical' if job.vertical else ''}"
     update = f"{policy.update}{' on the GPU' if policy.update_on == 'device' else ''}"
@@ -166,7 +166,7 @@ def describe_way(job: Job) -> dict[str, str]:
 
 
 def _show_ways(console: Console, answer: Answer) -> None:
-    # A search says what more of the machine would bring.
+    # Only a search fills `more`.
     names = {"1": "fastest" if answer.more else "as given", "2": "second", "exact": "fastest exact"}
     table = make_table("", "", *(names[name] for name in answer.ways))
     ways = [describe_way(way.job) for way in answer.ways.values()]
@@ -190,7 +190,6 @@ def _show_ways(console: Console, answer: Answer) -> None:
 
 
 def _show_more(console: Console, answer: Answer) -> None:
-    """Print the step with more of the machine."""
     best, found = answer.best, []
     for name, way in answer.more.items():
         gain = way.tokens_per_s / best.tokens_per_s if way is not None else 1.0
@@ -225,14 +224,14 @@ def _has_drives(policy: Policy) -> bool:
 
 
 def _ram_text(found: Prediction) -> str:
-    # Rounded down: the overhead of the ranks has the rest.
+    # Rounded down, since the remaining RAM is for overhead.
     if found.policy_ram >= 100 * GIB:
         return f"{found.policy_ram // GIB}GiB"
     return f"{found.policy_ram // MIB}MiB"
 
 
 def calls(job: Job) -> list[str]:
-    """Return the calls, in addition to `inf.offload`, that a training loop makes for this way."""
+    """Return the calls that a training loop needs for this way, in addition to `inf.offload`."""
     found = []
     if job.loss_tiles > 1:
         found.append(f"inf.tile_loss(model, tiles={job.loss_tiles})")
@@ -248,8 +247,8 @@ def calls(job: Job) -> list[str]:
 
 
 def command(answer: Answer) -> str | None:
-    """Return the line of `infinity train` for the best way; None for a job that it cannot train:
-    in float16, with another dtype of gradients, or of a model with an encoder.
+    """Return the command line of `infinity train` for the best way; None if `infinity train` cannot
+    run it: in float16, with another dtype of gradients, or for a model with an encoder.
     """
     found = answer.best
     job, policy, machine = found.job, found.job.policy, found.machine
@@ -292,7 +291,9 @@ _FIELDS = (
 
 
 def _left_out(policy: Policy) -> str:
-    """Say which fields of the policy, as a DeepSpeed configuration may set, the command lacks."""
+    """Return a line with the policy's fields for which `infinity train` has no option, as a
+    DeepSpeed configuration may set; "" without such fields.
+    """
     default = Policy()
     known = {*_FIELDS, "nvme", "ram", "resident"}
     names = {each.name for each in dataclasses.fields(Policy)} - known
@@ -307,19 +308,19 @@ def _policy_words(policy: Policy) -> list[object]:
     words: list[object] = []
     for field, row in zip(_FIELDS, field_rows(*_FIELDS), strict=True):
         value = getattr(policy, field)
-        # A durable run has two generations without being told.
+        # --durable implies two generations.
         implied = field == "generations" and policy.durable and value == 2
         if value != getattr(default, field) and not implied:
             words += [f"--{row.name}"] if value is True else [f"--{row.name}", value]
-    # A durable run keeps nothing resident without being told.
+    # --durable implies that nothing is resident.
     for kind, part in ({} if policy.durable else policy.resident_parts).items():
         words += ["--resident", f"{kind}={part}"]
     return words
 
 
 def _batch(found: Prediction) -> tuple[int, int]:
-    """Return sequences of a micro-batch on each rank, and tokens of a sequence. Both are whole: the
-    tokens of a step are rounded up.
+    """Return (sequences of a micro-batch on each rank, tokens of a sequence). Sequences are whole,
+    so a step may have more tokens than planned.
     """
     tokens = found.job.micro_batch_tokens(found.machine.world)
     sequence = min(found.job.sequence, tokens)
@@ -327,7 +328,7 @@ def _batch(found: Prediction) -> tuple[int, int]:
 
 
 def _rounded(found: Prediction) -> str:
-    """Say how many tokens a step of the command has, if it has more than the plan; else ""."""
+    """Return a line if a step of the command has more tokens than the plan's; else ""."""
     batch, sequence = _batch(found)
     tokens = batch * sequence * found.job.micro_batches * found.machine.world
     if tokens == found.job.tokens:
@@ -339,8 +340,8 @@ def _rounded(found: Prediction) -> str:
 
 
 def total(found: Prediction, tokens: int | None) -> dict[str, Any] | None:
-    """Return steps, days, bytes written and the used part of the drives' rated writes of a training
-    of so many tokens; None without a number of tokens, or if the job does not fit.
+    """Return steps, days, bytes written and the used share of the drives' rated writes for training
+    on `tokens` tokens; None without a number of tokens, or if the job does not fit.
     """
     if tokens is None or not found.fits:
         return None
@@ -361,7 +362,7 @@ def _total_text(job: Mapping[str, Any], tokens: int) -> str:
         share = job["rated_share"]
         part = f"{share:,.0f} times" if share >= 10 else f"{share:.2g} of"
         part = f"{share:.0%} of" if 0.01 <= share < 10 else part
-        # In terabytes, as drives are rated.
+        # Drives are rated in decimal terabytes.
         written = f"{job['written_bytes'] / 1e12:,.1f} TB"
         text += f", and {written} written: {part} what the drives are rated for"
     return text

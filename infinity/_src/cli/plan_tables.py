@@ -37,7 +37,7 @@ JOB_FIELDS = (
 )  # fmt: skip
 """Fields of a job and its policy that a record has, in this order."""
 SAME_MAX = 0.005
-"""Relative gain or loss below which a change counts as none: it would be shown as 1.00x."""
+"""Relative gain or loss below which a change counts as no change: it would print as 1.00x."""
 
 
 def show_tables(
@@ -48,11 +48,11 @@ def show_tables(
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
 ) -> None:
-    """Print every table: what the job needs, where states go, how long a step is, what a change
-    would buy.
+    """Print every table: the job's needs, the place of each state, the time of a step, the gain of
+    each change.
 
     sides: predictions with updates on the CPU and on the GPUs. ranks: bytes of one rank under each
-    stage.
+    ZeRO stage.
     """
     console.print(_head(shape, found), highlight=False)
     if not found.fits:
@@ -67,8 +67,8 @@ def show_tables(
     if sides:
         console.print(_sides(sides))
         console.print(
-            "Updates run on the CPU, beside the next forward, unless you set update_on='device': "
-            "inside opt.step(), to the same bits. No plan and no budget decides it.",
+            "Updates run on the CPU, concurrently with the next forward. With update_on='device' "
+            "they run on the GPU inside opt.step(), to the same bits; the engine never chooses it.",
             highlight=False,
         )
     _show_changes(console, found, changes)
@@ -77,8 +77,8 @@ def show_tables(
 
 
 def deepspeed_table(run: DeepSpeedRun, path: Path) -> Table:
-    """Format the status of each key of a DeepSpeed configuration, and what it became."""
-    title = f"{path}, as the engine takes it (options of the command replace it)"
+    """Format the status and the meaning of each key of a DeepSpeed configuration."""
+    title = f"{path}, as the engine reads it (options of the command replace its values)"
     columns = ("key", "value", "fate", "became")
     table = make_table(title, *columns, left=columns)
     section = ""
@@ -101,7 +101,7 @@ def deepspeed_record(run: DeepSpeedRun) -> dict[str, Any]:
 def _head(shape: ModelShape, found: Prediction) -> str:
     job, policy, machine = found.job, found.job.policy, found.machine
     kept = ", two generations" if policy.generations > 1 else ""
-    # A durable run always has at least two generations, so only their number is worth a word.
+    # A durable run always has two generations, so the text only shows further ones.
     kept = ", durable" if policy.durable else kept
     kept += f" with {policy.older_commits + 1} commits kept" if policy.older_commits else ""
     tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
@@ -123,7 +123,7 @@ def _head(shape: ModelShape, found: Prediction) -> str:
 
 
 def experts_of(shape: ModelShape) -> str:
-    """Describe the experts of a model; "" without experts."""
+    """Describe the experts of a model; "" for a model without experts."""
     if not shape.experts:
         return ""
     shared = f" and {shape.shared} shared" if shape.shared else ""
@@ -143,14 +143,14 @@ def who_computes(machine: Machine) -> str:
 
 
 def _needs(found: Prediction) -> Table:
-    table = make_table("Does it fit", "memory", "needed", "there is")
+    table = make_table("Does it fit", "memory", "needed", "available")
     names = {
         "one GPU" if found.machine.gpus else "device (CPU memory)": found.gpu,
         "RAM": found.ram,
         "NVMe": found.nvme,
     }
     for name, need in names.items():
-        # No parts: nothing rests on drives.
+        # Without parts nothing rests on drives.
         if not need.parts:
             continue
         there = format_size(need.there_is) if need.there_is is not None else "not given"
@@ -286,13 +286,13 @@ def _batches(count: int) -> str:
 
 
 def _per_param(found: Prediction, size: float) -> str:
-    # For 2 B of parameters, so that models of different dtypes can be compared.
+    # Per 2 B of parameters, so that users can compare models of different dtypes.
     whole = found.at_rest.params + found.at_rest.frozen
     return f"{size / whole * 2:.2f} B for every 2 B of parameters" if whole else "-"
 
 
 def format_days(days: float) -> str:
-    """Format a time in days; inf: nothing is written."""
+    """Format how long drives last; infinite days: nothing is written."""
     if math.isinf(days):
         return "for ever: nothing is written"
     if days > 730:
@@ -319,7 +319,9 @@ def _sides(sides: Sequence[Prediction]) -> Table:
 
 
 def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]) -> None:
-    """Print a row for each change that fits and changes the speed, and the names of the others."""
+    """Print a row for each change that fits and changes the speed, and only the names of all other
+    changes.
+    """
     same, rows, never = [], [], []
     for change in changes:
         gain = _gain(found, change.prediction)
@@ -358,15 +360,15 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
 def _stays(found: Prediction) -> str:
     if not found.again:
         return (
-            "Units stay gathered until all micro-batches have passed their block: each is gathered "
-            "once in forward and once in backward."
+            "Units stay gathered until all micro-batches have passed their block: each unit is "
+            "gathered once in forward and once in backward."
         )
     device = "GPU" if found.machine.gpus else "device"
     return (
-        f"The {device} has no room for whole blocks beside their gradients and activations: "
-        f"{found.again:.0%} of the parameters are gathered for each micro-batch, and again where "
-        "backward computes it again; the others stay until all micro-batches have passed their "
-        "block. Smaller blocks (inf.microbatched(blocks=...)) have room."
+        f"The {device} cannot hold whole blocks with their gradients and activations: "
+        f"{found.again:.0%} of the parameters are gathered for each micro-batch, and once more "
+        "where backward recomputes it; all other parameters stay until all micro-batches have "
+        "passed their block. Smaller blocks (inf.microbatched(blocks=...)) fit."
     )
 
 
@@ -507,18 +509,18 @@ def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
 
 
 def describe_tiers(size: TierBytes) -> str:
-    """Format the bytes of the tiers that have any, as "1.5 GiB cpu + 8 GiB nvme"; "-" if none."""
+    """Format the bytes of each tier with any, as "1.5 GiB cpu + 8 GiB nvme"; "-" without bytes."""
     text = [f"{format_size(getattr(size, tier))} {tier}" for tier in TIERS if getattr(size, tier)]
     return " + ".join(text) or "-"
 
 
 def exchange_table(found: Prediction) -> Table:
-    """Format the bytes that each rank receives in a step. The last column is the volume as ZeRO++
-    counts it (`Exchanges.volume`).
+    """Format the bytes that each rank receives in a step. The last column is the communication
+    volume by the definition of ZeRO++ (`Exchanges.volume`).
     """
     exchanged, machine = found.exchanged, found.machine
     several = machine.nodes > 1
-    across = ["from other nodes", "its whole node from others"] if several else []
+    across = ["from other nodes", "whole node from other nodes"] if several else []
     plain = format_size(exchanged.plain_bytes)
     volume = f"volume{' between nodes' if several else ''}, M = {plain}"
     columns = ("", "times", "inside its node", *across, volume)

@@ -1,14 +1,15 @@
 """Report of `infinity train`: figures per step, limits and η, a table, a plot.
 
-There are two limits: of any schedule, and of the update mode (infinity/_src/memory/roofline.py).
-Both are for the bytes that the steps moved and for the bandwidths B_r and B_w, which the same
-command has measured before training. Compute times are those of the loop without waits. In the loop
-the update runs concurrently with the first forward and, where the CPU computes, slows it. To count
-that interference as compute would make the limits too high and flatter η, most at small batches. So
-one step begins with no update pending (`StepRecord.alone`): its first forward is the compute term,
-and the means exclude the step. The report shows both figures.
+The report has two limits: the limit of any schedule, and that of the update mode
+(infinity/_src/memory/roofline.py). Both are computed from the bytes that the steps moved and from
+the bandwidths of reads and writes, which the command measures before training. Compute times are
+the passes' times in the loop without waits. In the loop the update runs concurrently with the first
+forward and, if the CPU computes, slows it. Counting this interference as compute would raise the
+limits and flatter η, most at small batches. So one step begins with no update pending
+(`StepRecord.alone`): its first forward is the compute term, and the means exclude the step. The
+report shows both figures.
 
-During a run a terminal shows a progress bar, any other output one line for each step.
+During a run, terminals show a progress bar; files and pipes get one line for each step.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ class StepRecord:
 
     step_s: the whole step. first_forward_s, last_backward_s, compute_s: the first forward, the last
     backward, and all passes with the transforms of matrices (Muon), without waits. io_wait_s: waits
-    for units and for updates, in the passes and outside of them. bytes_read, bytes_written: of the
-    drives. params_read: the part of bytes_read that passes read as parameters. grads_*,
-    activations_*: the parts of spilled gradients and of activations. ram_bytes: by the engine's
-    plan. rss_bytes: of the process. alone: no update was pending when the step began.
+    for units and updates during the whole step. bytes_read, bytes_written: traffic of the drives.
+    params_read: the part of bytes_read that passes read as parameters. grads_*, activations_*: the
+    parts of the traffic that are spilled gradients and activations. ram_bytes: memory by the
+    engine's plan. rss_bytes: memory of the process. alone: no update was pending when the step
+    began.
     """
 
     step: int
@@ -96,7 +98,7 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Steady:
-    """Means over the steps, without the first, which is slower: it traces and fills pools.
+    """Means over all steps but the first, which is slower, since it traces and fills pools.
 
     steps: number of steps in the means. alone_s: mean first forward of the steps that began with no
     update pending, which the other means exclude; None without such a step.
@@ -118,13 +120,13 @@ class Steady:
 
 
 def steady(records: Sequence[StepRecord]) -> Steady:
-    """Compute means over `records` without the first; with it, if there is no other record.
-    Raises: ValueError without records.
+    """Compute means over `records` without the first; a single record is used. Raises: ValueError
+    without records.
     """
     if not records:
-        raise ValueError("no step was done")
+        raise ValueError("no step was taken")
     later = records[1:] or records
-    # Not the first step, even if it is the only one: it traces and fills pools.
+    # Without the first step, even if there is no other: it traces and fills pools.
     alone = [record.first_forward_s for record in records[1:] if record.alone]
     # A step that began with no update pending ran no update, and would make the means too small.
     used = [record for record in later if not record.alone] or later
@@ -156,11 +158,11 @@ def step_limits(
     alone: bool = True,
     frozen_bytes: float = 0.0,
 ) -> Limits:
-    """Compute the limits of a step for the bytes that it moved.
+    """Compute the limits of a step from the bytes that the steps moved on average.
 
     drives: measured bandwidths, bytes per second. passes: forwards of the model in a step. update:
-    the policy's. alone: take the first forward of a step that began with no update pending, if
-    there was one. frozen_bytes: on the drives, of parameters that no optimizer holds.
+    `Policy.update`. alone: use the first forward of a step that began with no update pending, if
+    there is such a step. frozen_bytes: bytes on the drives of parameters that no optimizer holds.
     """
     moved = measured_traffic(
         Moved(mean.bytes_read, mean.bytes_written),
@@ -182,13 +184,13 @@ def step_limits(
 class Summary:
     """Figures of a finished run.
 
-    params: number of parameters. micro_batches: of a step. passes: forwards of the model in a step,
-    which micro-batches may share. held_out: loss before and after training. limits: with the first
-    forward of a step that began with no update pending; limits_loop: with the loop's first forward,
-    which flatters η; None if not known. drives: measured bandwidths in GB/s; None if nothing rests
-    on NVMe. engine: `Stats.as_dict()`. texts: the prompt's continuation before and after. update:
-    the policy's, to which the limit of the schedule belongs. state_bytes: parameters and optimizer
-    states at rest.
+    params: number of parameters. micro_batches: number of micro-batches of a step. passes: forwards
+    of the model in a step, which micro-batches may share. held_out: loss before and after training.
+    limits: computed with the first forward of a step that began with no update pending;
+    limits_loop: computed with the loop's first forward, which flatters η; None if unknown. drives:
+    measured bandwidths in GB/s; None if nothing rests on NVMe. engine: `Stats.as_dict()`. texts:
+    the prompt's continuation before and after. update: `Policy.update`. state_bytes: parameters and
+    optimizer states at rest.
     """
 
     params: int
@@ -208,7 +210,7 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         record = dataclasses.asdict(self)
-        # Per parameter, to compare models, and to compare with the table of `memory.roofline`.
+        # Per parameter, as in the table of `memory.roofline`, so that models can be compared.
         record["read_bytes_per_param"] = self.mean.bytes_read / self.params
         record["written_bytes_per_param"] = self.mean.bytes_written / self.params
         if self.limits is not None:
@@ -263,8 +265,8 @@ def show_summary(console: Console, summary: Summary) -> None:
     )
     table.add_row(
         "peak RSS",
-        f"{format_size(summary.peak_rss_training_bytes)} in training (torch, gathered units, "
-        f"activations and all), {format_size(summary.peak_rss_loading_bytes)} before",
+        f"{format_size(summary.peak_rss_training_bytes)} in training (the whole process, with "
+        f"torch and activations), {format_size(summary.peak_rss_loading_bytes)} before",
     )
     table.add_row("I/O backend", str(engine["backend"]))
     for label, text in drive_rows(mean, engine):
@@ -301,14 +303,14 @@ def limit_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     if mean.alone_s is None or summary.limits_loop is None:
         text = (
-            "as in the loop, less waits: what updates beside it cost counts as compute, "
-            "which flatters η"
+            "measured in the loop, without waits: concurrent updates slow compute, which raises "
+            "the limits and flatters η"
         )
         return [*rows, ("compute in the limits", text)]
     loop = summary.limits_loop.eta(mean.step_s)
     text = (
-        f"first forward {mean.alone_s:.2f} s, of a step that began with no update pending; beside "
-        f"updates it took {mean.first_forward_s:.2f} s. Counted as compute, that gives η = "
+        f"first forward {mean.alone_s:.2f} s, of a step that began with no update pending; with "
+        f"concurrent updates it took {mean.first_forward_s:.2f} s, which would give η = "
         f"{loop[0]:.2f} and {loop[1]:.2f}"
     )
     return [*rows, ("compute in the limits", text)]
@@ -324,7 +326,7 @@ def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]
         ]
         text = "p50 / p99 of requests: read {} / {} ms, write {} / {} ms".format(*times)
         text += f"; {drive['depth_mean']:.0f} in flight"
-        # These texts are empty if nothing is wrong, and the filter drops them.
+        # These texts are empty if the drive is well; `filter` drops empty texts.
         wrong = (drive["failed"], drive["direct_reason"], drive["slow"])
         rows.append((f"drive {drive['path']}", "; ".join([text, *filter(None, wrong)])))
     if not rows or not mean.step_s:
@@ -332,15 +334,15 @@ def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]
     written = format_size(mean.bytes_written)
     if mean.steps * mean.step_s < WEAR_LEAST_S:
         text = (
-            f"{written} written per step; how long the drives last is extrapolated from steps of "
-            f"{format_left(WEAR_LEAST_S)} or more in all"
+            f"{written} written per step; the steps took less than {format_left(WEAR_LEAST_S)}, "
+            "too short to extrapolate how long the drives last"
         )
         return [*rows, ("endurance", text)]
     # Drives are rated in decimal terabytes.
     tb_per_day = mean.bytes_written / mean.step_s * 86_400 / 1e12
     text = f"{written} written per step: {tb_per_day:.3g} TB per day at this rate"
-    # A drive wears by its share of the writes, so the busiest one decides. The engine does not know
-    # the drives' ratings: show an example.
+    # The drive with the most writes wears out first. The engine does not know the drives' ratings:
+    # show an example.
     most = max(drive["bytes_written"] for drive in engine["drives"])
     every = sum(drive["bytes_written"] for drive in engine["drives"])
     if tb_per_day and every:
@@ -359,7 +361,8 @@ def plot_loss(
 ) -> bool:
     """Draw training and held-out loss over steps; False when matplotlib is not installed."""
     try:
-        # Imported here because it is optional; not pyplot, which would look for a display.
+        # Imported here, since matplotlib is optional. pyplot is avoided: it would look for a
+        # display.
         from matplotlib.figure import Figure
     except ImportError:
         return False

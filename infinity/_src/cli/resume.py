@@ -1,17 +1,18 @@
-"""State from which a killed `infinity train` resumes: the options that decide losses, random
-generators, scheduler and held-out losses, stored with the states of a step.
+"""The small state from which a killed `infinity train` resumes, stored with the states of a step:
+the options that determine losses, random generators, scheduler and held-out losses.
 
     --durable        the run in the --nvme directories, committed every --durable-every steps
     --save-every     checkpoints in --save-dir
-    --resume         resume from the later step of the two, or from the run if their steps are
-                     equal; from the checkpoint if the run has lost a drive; without either, begin
+    --resume         resume from durable run or checkpoint, whichever has the later step; from the
+                     durable run if their steps are equal; from the checkpoint if the durable run
+                     has lost a drive; begin anew if there is neither
 
 A resumed run replaces the source that it does not resume from, so both must be of the same run:
-each run has an id, drawn when it begins. Next to a durable run, a checkpoint in --out is ignored
-unless an option names it.
+each run draws an id when it begins. With a durable run, a checkpoint in --out is ignored unless an
+option names it.
 
-The engine takes `handle.extra` during `opt.step()`, before the scheduler's step. So the state is
-captured before `opt.step()`, and a resumed run repeats the scheduler's step.
+The engine stores `handle.extra` during `opt.step()`, before the scheduler's step. So `SmallState`
+captures the state before `opt.step()`, and a resumed run repeats the scheduler's step.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ RULES = (
     "seq", "accumulate", "optimizer", "lr", "warmup", "weight_decay", "clip", "seed", "dtype",
     "state", "update", "delayed_warmup", "tile_linears", "tile_loss", "tile_experts", "lora",
 )  # fmt: skip
-"""Options that decide the losses of later steps, so a resumed run must not change them. --steps
-does, too, by the schedule of the learning rate, and may change: a run that has ended may go on.
+"""Options that determine the losses of later steps, so a resumed run must not change them. --steps
+also does, by the schedule of the learning rate, but may change, so that an ended run can continue.
 """
 RULE_OF_STEPS = "--steps"
 
@@ -52,14 +53,14 @@ BEFORE = {
     TIED: "horizontal", "--tile-linears": None, "--tile-loss": None, "--tile-experts": None,
     "--lora": None, "--optimizer": "adamw",
 }  # fmt: skip
-"""Values of rules that earlier releases did not store, as those releases had them."""
+"""Rules that earlier releases did not store, with their values in those releases."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
     """Progress of earlier processes of the run. step: number of steps. held_out: (step, loss).
-    text: the prompt's continuation before training. same_ranks: rank and number of ranks are as
-    before, so the random generators were restored.
+    text: the prompt's continuation before training. same_ranks: rank and number of ranks have not
+    changed, so the random generators were restored.
     """
 
     step: int = 0
@@ -72,9 +73,9 @@ class Earlier:
 class Source:
     """A place to resume from. place: the directory for `inf.restore`.
 
-    step: of its newest whole generation. extra: rank 0's small state of that step; None if there is
-    none, as before the first step. lost: which file of states is missing, here or in the durable
-    run that this checkpoint replaces; "" if none is.
+    step: the step of the newest whole generation. extra: rank 0's small state of that step; None
+    before the first step. lost: the missing file of states, of this source or of the durable run
+    that this checkpoint replaces; "" if no file is missing.
     """
 
     place: Path
@@ -88,7 +89,7 @@ class Source:
         return str(self.extra.get("run", "")) if isinstance(self.extra, Mapping) else ""
 
     def rule(self, name: str) -> Any:
-        """Return the value of a rule under which this source was written; None if it has none."""
+        """Return the value of a rule when this source was written; None if the source lacks it."""
         extra = self.extra
         rules = extra.get("train") if isinstance(extra, Mapping) else None
         return rules.get(name) if isinstance(rules, Mapping) else None
@@ -97,8 +98,8 @@ class Source:
 def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Source | None:
     """Return the source to resume from; None for a run from the beginning. Writes nothing.
 
-    directories: of the durable run on this rank. Only whole generations count: an interrupted first
-    commit is no source.
+    directories: directories of the durable run on this rank. Only whole generations are sources; an
+    interrupted first commit is not.
 
     Raises: ValueError if the run would replace a durable run or a checkpoint that `options` do not
     resume; AioError, ChecksumError if the source is damaged, or if the durable run has lost a drive
@@ -109,8 +110,8 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
     if options.durable and directories and (found := newest_run(directories)) is not None:
         run = _look(options, "durable run", directories[0], found)
     named = options.save_every or options.save_dir is not None
-    # Next to a durable run, only a checkpoint that an option names: another run with the same --out
-    # may have written it.
+    # With a durable run, a checkpoint counts only if an option names it: another run with the same
+    # --out may have written the default one.
     if named or (options.resume and (run is None or run.lost)):
         place = save_directory(options)
         saved = _look(options, "checkpoint", place, _newest(place))
@@ -118,7 +119,7 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
         raise AioError(
             f"the durable run cannot resume from step {run.step}: {run.lost}; and there is no "
             f"checkpoint in {save_directory(options)}. Mount the drive again and name it in "
-            "--nvme, give --save-dir, or continue in your own loop with what is left, by "
+            "--nvme, give --save-dir, or continue in your own loop with the remaining states, by "
             "inf.restore(damaged='report')"
         )
     if run is None or saved is None:
@@ -134,32 +135,30 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
         )
     if run.lost:
         return dataclasses.replace(saved, lost=f"step {run.step} of the durable run: {run.lost}")
-    # The later one: to resume from the older one would replace it. If equal, the run.
+    # Resuming from the older source would replace the later one.
     return run if run.step >= saved.step else saved
 
 
 def _look(
     options: argparse.Namespace, kind: str, place: Path, found: FoundRun | None
 ) -> Source | None:
-    """Return the source that was found in `place`, None if `found` is None. Raises: as
-    `find_source`.
-    """
+    """Return `found` in `place` as a source; None if `found` is None. Raises: as `find_source`."""
     if found is None:
         return None
     if not options.resume:
         option = "--nvme" if kind == "durable run" else "--save-dir"
         raise ValueError(
-            f"{place} holds a {kind} already: continue it by --resume; for another run name "
-            f"another directory ({option}), or move {found.place} to where you keep it"
+            f"{place} already holds a {kind}: continue it by --resume; for another run name "
+            f"another directory ({option}), or move {found.place} elsewhere"
         )
-    # All ranks read the state of rank 0, so all decide alike; the rules are the same on each rank.
+    # All ranks read rank 0's state, so that they decide alike; rules are equal on all ranks.
     head = found.heads[0]
     extra = read_extra(read_attachment(found.place, head.extra)) if head.extra is not None else None
     return Source(place, head.step, extra, _lost(found.place, found.heads))
 
 
 def _lost(place: Path, heads: Sequence[Head]) -> str:
-    """Return which file of states is missing or too short; "" if none is."""
+    """Return the error of a file of states that is missing or too short; "" without one."""
     for file in (file for head in heads for file in head.files):
         try:
             check_length(place / file.name, file)
@@ -173,16 +172,16 @@ def _newest(place: Path) -> FoundRun | None:
     try:
         return FoundRun(place, newest_heads(place))
     except AioError as error:
-        # ENOENT: no checkpoint, or parts of a first save whose ranks were killed. Any other error
-        # is damage.
+        # ENOENT: no checkpoint, or parts of a first save whose ranks were killed. Other errors mean
+        # damage.
         if error.errno != errno.ENOENT:
             raise
         return None
 
 
 def newest_step(place: Path) -> int:
-    """Return the step of the newest whole checkpoint; -1 if there is none. Raises: AioError,
-    ChecksumError if it is damaged.
+    """Return the step of the newest whole checkpoint; -1 without a checkpoint. Raises: AioError,
+    ChecksumError for a damaged checkpoint.
     """
     found = _newest(place)
     return found.heads[0].step if found is not None else -1
@@ -197,7 +196,7 @@ def save_directory(options: argparse.Namespace) -> Path:
 def value_of(options: argparse.Namespace, name: str) -> Any:
     """Return the value of an option; if it was left out, the default of the policy's field."""
     given = getattr(options, name)
-    # An option that is no field of the policy, as --tile-linears, has the default None.
+    # Options that are not fields of the policy, such as --tile-linears, have the default None.
     return getattr(Policy, name, None) if given is None else given
 
 
@@ -206,12 +205,12 @@ def _shown(value: Any) -> str:
 
 
 class SmallState:
-    """The small state of one rank. device: where the rank computes. source: from which the run
-    resumes; None: it begins. tied: the model has tied weights. base: checksum of the frozen model
+    """The small state of one rank. device: the rank's compute device. source: the source to resume
+    from; None: the run begins. tied: the model has tied weights. base: checksum of the frozen model
     that a resumed run reads again; None: the states have all of the model.
 
-    Construct it before the model is offloaded, since it checks the source: once `inf.restore` has
-    returned, states are rounded to this run's format, and the states of the durable run are gone.
+    The constructor checks the source, so it must run before the model is offloaded: after
+    `inf.restore`, states are rounded to this run's format, and a replaced durable run is gone.
 
     Raises: ValueError if infinity train did not write the source, or wrote it with other options.
     """
@@ -236,7 +235,7 @@ class SmallState:
         }
         if tied and options.accumulate > 1:
             self._rules[TIED] = options.schedule
-        # The number of ranks may change if all ranks together take as many rows of a batch.
+        # The number of ranks may change if the rows of a batch, over all ranks, stay as many.
         self._rules["--batch times ranks"] = world * options.batch
         self._rules["training windows of the text"] = [
             len(corpus.train),
@@ -244,25 +243,25 @@ class SmallState:
         ]
         if base is not None:
             self._rules["checksum of the model beside the adapters"] = base
-        # Held-out windows decide no step, but losses on other windows would not be one curve.
+        # Held-out windows do not affect steps, but losses on other windows would break the curve.
         self._rules["held-out windows of the text (--eval-batches, --holdout)"] = [
             len(corpus.held_out),
             zlib.crc32(corpus.held_out.numpy().tobytes()),
         ]
         if source is not None:
             self._check(source)
-        # Each rank draws an id, but only the id of rank 0 is read again.
+        # Each rank draws an id, but only rank 0's id is read again.
         self.run = (source.run if source is not None else "") or secrets.token_hex(8)
 
     def _check(self, source: Source) -> None:
-        # At step 0 no step has followed any rules.
+        # At step 0 no step depends on any rule.
         if source.step == 0:
             return
         extra = source.extra
         if not isinstance(extra, Mapping) or "train" not in extra:
             raise ValueError(
-                f"{source.place} was not written by infinity train: it does not say how far in the "
-                "text its step is; continue it by inf.restore in the loop that wrote it"
+                f"{source.place} was not written by infinity train, so its position in the text is "
+                "unknown; continue it by inf.restore in the loop that wrote it"
             )
         # A rule that an earlier release did not store counts as unchanged.
         changed = [
@@ -272,9 +271,9 @@ class SmallState:
         ]
         if changed:
             raise ValueError(
-                f"{source.place}, step {source.step}, cannot resume under other rules: "
-                f"{'; '.join(changed)}. Give them as they were, or begin anew from an exported "
-                "model"
+                f"{source.place}, step {source.step}, cannot resume with changed options: "
+                f"{'; '.join(changed)}. Give the options as they were, or begin anew from an "
+                "exported model"
             )
 
     def capture(
@@ -297,15 +296,15 @@ class SmallState:
         }
 
     def take_up(self, extra: Any, step: int, scheduler: Any) -> Earlier:
-        """Restore scheduler and random generators from `extra`, captured at `step`; 0: no step was
-        committed, and nothing is restored.
+        """Restore scheduler and random generators from `extra`, which `capture` returned at `step`.
+        Step 0: no step was committed, and nothing is restored.
         """
         if step == 0:
             return Earlier()
         scheduler.load_state_dict(extra["scheduler"])
         with warnings.catch_warnings():
-            # The scheduler's step follows `opt.step()`, which another process has run: torch would
-            # warn.
+            # An earlier process has run the `opt.step()` before this scheduler's step, of which
+            # torch would warn.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             scheduler.step()
         same = extra["place"] == self._place

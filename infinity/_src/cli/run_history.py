@@ -1,7 +1,7 @@
 """Histories of training runs, read from their directories for `infinity report`.
 
     runs_of(directory)    directories with a metrics.jsonl: `directory` and its subdirectories
-    read_run(directory)   what the page shows of a run: means of steps, newest figures, a timeline
+    read_run(directory)   the figures of a run's page: means of steps, newest figures, a timeline
 
 `read_run` reads metrics.jsonl once, line by line. At most `POINTS_MAX` points represent the steps
 of a run of any length. Each point is a mean over the same number of steps, a power of two; the last
@@ -32,9 +32,9 @@ OTHERS: Final = ("lr", "tokens")
 
 @dataclasses.dataclass
 class Point:
-    """Mean over the steps from `first` to `last`. means: of each figure, over the steps that have
-    it; counts: how many steps have it. low, high: least and largest loss. odd: number of steps
-    whose loss is NaN or infinite; the mean of the loss excludes them.
+    """Means over the steps from `first` to `last`. means: each figure's mean over the steps that
+    have the figure; counts: the number of these steps. low, high: least and largest loss. odd:
+    number of steps whose loss is NaN or infinite; the mean of the loss excludes them.
     """
 
     first: int
@@ -55,11 +55,11 @@ class Point:
         return self.means.get(name)
 
     def join(self, later: Point) -> None:
-        """Merge the point that follows into this one."""
+        """Merge the next point into this point."""
         for name, mean in later.means.items():
             count, more = self.counts.get(name, 0), later.counts[name]
             before = self.means.get(name, 0.0)
-            # Not from sums: the sum of two huge losses would be infinite.
+            # Weighted means, since the sum of two huge losses would be infinite.
             self.means[name] = before + (mean - before) * (more / (count + more))
             self.counts[name] = count + more
         self.last, self.steps = later.last, self.steps + later.steps
@@ -75,7 +75,7 @@ class Series:
         self.steps_each = 1
 
     def add(self, step: int, figures: Mapping[str, float], *, odd: bool = False) -> None:
-        """Append a step. odd: its loss is not finite, and is not among `figures`."""
+        """Append a step. odd: the step's loss is not finite, and `figures` lacks it."""
         loss = figures.get("loss", math.nan)
         point = Point(step, step, 1, dict(figures), dict.fromkeys(figures, 1), odd=int(odd))
         if not math.isnan(loss):
@@ -88,7 +88,7 @@ class Series:
         self.points.append(point)
 
     def _halve(self) -> None:
-        """Join points in pairs: each stands for twice as many steps."""
+        """Merge points in pairs, so that each point represents twice as many steps."""
         for point, later in zip(self.points[::2], self.points[1::2], strict=True):
             point.join(later)
         del self.points[1::2]
@@ -97,8 +97,8 @@ class Series:
 
 @dataclasses.dataclass
 class DriveHistory:
-    """One drive of a run. written_bytes: in all steps. steps, seconds: number and time of the steps
-    with this drive.
+    """One drive of a run. written_bytes: bytes written in all steps. steps, seconds: number and
+    time of the steps in which the run used this drive.
     """
 
     path: str
@@ -109,11 +109,12 @@ class DriveHistory:
 
 @dataclasses.dataclass
 class RunHistory:
-    """One run. about: its newest line of the kind "run". resumed: steps after which further
-    processes resumed. memory: bytes of the newest step, by tier and part. budget_bytes: of RAM;
-    None: not known. bandwidth: measured GB/s of all drives together, by "read", "write", "mixed";
-    empty if not measured. summary: the line of the kind "summary". notes: for the reader.
-    earlier_s: time of earlier processes. process_s: time of the newest. Both until the last record.
+    """One run. about: the run's newest line of the kind "run". resumed: steps after which further
+    processes resumed. memory: bytes of the newest step, by tier and part. budget_bytes: budget of
+    RAM; None: unknown. bandwidth: measured GB/s of all drives together, by "read", "write",
+    "mixed"; empty if not measured. summary: the line of the kind "summary". notes: remarks for the
+    page. earlier_s: time of earlier processes until their last records. process_s: time of the
+    newest process until its last record.
     """
 
     name: str
@@ -134,7 +135,7 @@ class RunHistory:
 
     @property
     def elapsed_s(self) -> float:
-        """Time of all processes of the run, from their start; 0 if it was not recorded."""
+        """Time of all processes of the run, from their starts; 0 if the run did not record it."""
         return self.earlier_s + self.process_s
 
     def total(self, name: str) -> float:
@@ -153,7 +154,7 @@ class RunHistory:
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a figure over all points but the first, whose first step traces and
-        fills pools; with it, if there is no other point. None if no step has the figure.
+        fills pools; of the first point if the run has no other. None if no step has the figure.
         """
         points = self.series.points[1:] or self.series.points
         known = [(point.means[name], point.counts[name]) for point in points if name in point.means]
@@ -163,21 +164,21 @@ class RunHistory:
 
 def runs_of(directory: Path, *, wanted: bool = True) -> list[Path]:
     """Return the directories of runs: `directory` and its direct subdirectories, sorted by name.
-    Raises: ValueError if there is none and one is wanted, or more than `RUNS_MAX`; OSError.
+    Raises: ValueError if there is no run (only if `wanted`), or more than `RUNS_MAX`; OSError.
     """
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory: give the --out of infinity train")
+        raise ValueError(f"{directory} is not a directory: give the --out of infinity train")
     inside = sorted(each for each in directory.iterdir() if (each / FILE_NAME).is_file())
     found = [*([directory] if (directory / FILE_NAME).is_file() else []), *inside]
     if wanted and not found:
         raise ValueError(
-            f"{directory} has no {FILE_NAME}, nor has a directory in it: give the --out of "
+            f"neither {directory} nor a directory in it has a {FILE_NAME}: give the --out of "
             "infinity train, or the directory of an inf.StepLog"
         )
     if len(found) > RUNS_MAX:
         raise ValueError(
-            f"{directory} has {len(found)} runs, and a page shows {RUNS_MAX} beside each other: "
-            "give the directory of one"
+            f"{directory} has {len(found)} runs, and a page shows at most {RUNS_MAX}: give the "
+            "directory of one run"
         )
     return found
 
@@ -218,21 +219,21 @@ class _Line:
             run.summary = dict(self._row)
             run.process_s = self._number(self._row, "elapsed_s") or run.process_s
         elif kind == TORN:
-            run.notes.append("the last line was cut off, as by a kill, and is left out")
+            run.notes.append("the last line is incomplete, as after a kill, and is left out")
 
     def _take_run(self, run: RunHistory) -> None:
         schema = self._row.get("schema")
         if schema != SCHEMA:
             raise ValueError(
                 f"{self._place}: the schema is {schema!r:.60}, and this release reads {SCHEMA!r}: "
-                "make the page with the release that recorded it"
+                "make the page with the release that recorded the run"
             )
         run.about = dict(self._row)
         run.earlier_s, run.process_s = run.elapsed_s, 0.0
         after = self._number(self._row, "goes_on_after") or 0
         if after:
             run.resumed.append(int(after))
-        # Each process has its bandwidths: the drives may have changed.
+        # Each process measures bandwidths, since the drives may have changed.
         run.bandwidth, run.bandwidth_source = {}, ""
         given = self._row.get("bandwidth")
         if isinstance(given, Mapping):
@@ -248,14 +249,14 @@ class _Line:
         step = self._whole("step")
         if run.series.points and step <= run.last_step:
             raise ValueError(
-                f"{self._place}: step {step} comes after step {run.last_step}; remove the lines "
-                "of one of the two runs that are mixed here"
+                f"{self._place}: step {step} follows step {run.last_step}, so the file mixes two "
+                "runs; remove the lines of one of them"
             )
         loss = self._number(self._row, "loss", finite=False)
         if loss is None:
             raise ValueError(f"{self._place}: the step has no loss; remove the line")
         values = {name: self._number(self._row, name) for name in (*TIMES, *BYTES, *OTHERS)}
-        # A norm that is not finite is none of the curve's.
+        # The curve of norms leaves out norms that are not finite.
         norm = self._number(self._row, "grad_norm", finite=False)
         values["grad_norm"] = norm if norm is not None and math.isfinite(norm) else None
         figures = {name: value for name, value in values.items() if value is not None}
@@ -296,22 +297,23 @@ class _Line:
     def _list(self, name: str, most: int) -> list[Any]:
         given = self._row.get(name, [])
         if not isinstance(given, list) or len(given) > most:
-            raise ValueError(f"{self._place}: {name} is no list of {most} at most; remove the line")
+            raise ValueError(
+                f"{self._place}: {name} is not a list of at most {most}; remove the line"
+            )
         return given
 
     def _whole(self, name: str) -> int:
         value = self._row.get(name)
         if type(value) is not int or not 0 <= value < 1 << 53:
             raise ValueError(
-                f"{self._place}: {name} is {value!r:.60}, and no number of a step; remove the line"
+                f"{self._place}: {name} is {value!r:.60}, not a step's number; remove the line"
             )
         return value
 
     def _number(self, holder: Mapping[str, Any], name: str, *, finite: bool = True) -> float | None:
-        """Return a field as a float; None if it is missing or null. finite: the field is a size or
-        time, which is returned as at least 0, since a difference of two clocks may be slightly
-        negative. Raises: ValueError for anything but a number, and with `finite` for NaN and
-        infinity.
+        """Return a field as a float; None if the field is missing or null. finite: the field is a
+        size or time; negative values become 0, since a difference of two clocks may be slightly
+        negative. Raises: ValueError for anything but a number; if `finite`, for NaN and infinity.
         """
         value = holder.get(name)
         if value is None:
@@ -327,4 +329,4 @@ class _Line:
             if math.isfinite(found):
                 return max(found, 0.0)
         what = "size or time" if finite else "number"
-        raise ValueError(f"{self._place}: {name} is {value!r:.60}, and no {what}; remove the line")
+        raise ValueError(f"{self._place}: {name} is {value!r:.60}, not a {what}; remove the line")

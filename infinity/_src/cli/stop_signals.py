@@ -5,8 +5,8 @@
     a second of the same kind   the command ends at once, and closes its files
     a third of the same kind    the system ends the process
 
-After any of these a checkpoint or a durable run is whole. A launcher may send a signal to a process
-group and also pass it on, so the same signal within moments counts once.
+Checkpoint and durable run stay whole in all four cases. A launcher may send a signal to the process
+group and also to the process, so a signal that repeats within moments counts once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any, final
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 TWICE_S = 0.2
-"""Within this time a repeated signal counts once: `timeout` sends it to the process and to the
-process group.
+"""Time within which a repeated signal counts once: `timeout` sends signals both to the process and
+to the process group.
 """
 AGAIN_S = 0.01
-"""Delay of a repetition, in which a destructor ends."""
+"""Delay before a signal is sent again, so that the interrupted destructor can end."""
 LAUNCHED_TWICE_S = 5.0
-"""The same under torchrun, which passes on signals that SLURM has also sent to the ranks."""
+"""TWICE_S under torchrun, which forwards signals that SLURM also sends to the ranks."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ends the command at once. number: of the signal."""
+    """A signal ends the command at once. number: the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(name_of(number))
@@ -52,17 +52,18 @@ def status_of(error: KeyboardInterrupt) -> int:
 
 @final
 class StopSignals:
-    """Context manager that receives the signals while it is entered, in the main thread; in any
-    other thread it receives none. Ignored signals, as SIGHUP under nohup, stay ignored.
+    """Context manager that handles the signals, in the main thread only. Ignored signals, such as
+    SIGHUP under nohup, stay ignored.
 
-    Python drops what is raised in a destructor, so `Stopped` is raised again after one.
+    Python drops exceptions that are raised in a destructor; then `Stopped` is raised again after
+    the destructor.
 
-    environment: says whether torchrun has started this process.
+    environment: shows whether torchrun has started this process.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self.number = 0
-        """The first signal received; 0 if none was."""
+        """The first signal received; 0 before."""
         self._defers = False
         self._first_s: dict[int, float] = {}
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
@@ -93,18 +94,17 @@ class StopSignals:
         if sys.unraisablehook == self._unraisable:
             sys.unraisablehook = self._hook_before
         for number, handler in self._before.items():
-            # None: a handler that Python has not set and cannot restore.
+            # None: code outside of Python set the handler, and Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._launched and self.number and self._before:
-            # When one rank has ended, torchrun sends SIGTERM to the remaining ranks. Ignore it, so
-            # that this rank's status stays 128 + n.
+            # When one rank has ended, torchrun sends SIGTERM to all others. This rank ignores it,
+            # so that its exit status stays 128 + n.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._before.clear()
 
     def defer(self) -> None:
-        """From now on record a first signal in `number` instead of raising `Stopped`. Raises:
-        Stopped if a signal came before: the handler's `Stopped` may have been raised in code that
-        drops errors.
+        """From now on a first signal sets `number` and does not raise `Stopped`. Raises: Stopped if
+        a signal came before this call, since other code may have dropped the handler's `Stopped`.
         """
         self._defers = True
         if self.number:
@@ -114,7 +114,7 @@ class StopSignals:
         if not issubclass(dropped.exc_type, Stopped):
             self._hook_before(dropped)
             return
-        # The handler may have been replaced, so that the next signal kills the process.
+        # `_received` may have replaced the handler by the default, which kills the process.
         self._handler = signal.signal(self.number, self._received)
         main = threading.main_thread().ident
         assert main is not None
@@ -132,21 +132,21 @@ class StopSignals:
         first_s = self._first_s.setdefault(number, now)
         self.number = self.number or number
         if self._defers and not again:
-            # Not `print`: the signal may have interrupted another `print`.
+            # `print` is unsafe, since the signal may have interrupted another `print`.
             with contextlib.suppress(OSError):
-                os.write(2, _told(number))
+                os.write(2, _notice(number))
             return
         if again and now - first_s < self._twice_s:
             return
         if again or self._defers:
-            # Closing files may wait for a drive that no longer answers: let the next signal kill
+            # Closing files may wait for a drive that no longer answers, so the next signal kills
             # the process.
             signal.signal(number, signal.SIG_DFL)
         raise Stopped(number)
 
 
-def _told(number: int) -> bytes:
+def _notice(number: int) -> bytes:
     return (
-        f"infinity: {name_of(number)}: stopping when what is under way has ended; the same signal "
-        "again stops at once\n"
+        f"infinity: {name_of(number)}: stopping after the current step, measurement or save; the "
+        "same signal again stops at once\n"
     ).encode()

@@ -24,8 +24,8 @@ from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli.stop_signals import Stopped, StopSignals
 from infinity.errors import AioError, RankFailed
 
-# Key of the group's store. Its value: the rank that prints its error, and the number of the signal
-# that ended it, or 0.
+# Key of the group's store. The value has the rank that prints its error, and the number of the
+# signal that ended this rank, or 0.
 _STOPPED = "infinity train/stopped"
 _PATIENCE_S = 3.0
 """Time that a rank with a lost connection waits for another rank to record the cause."""
@@ -34,8 +34,8 @@ _JOIN_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Place of this process among the ranks that train together. device: where it computes. store:
-    of the process group; None for one rank. signals: received by this process.
+    """Place of this process among the ranks that train together. device: the rank's compute device.
+    store: the process group's store; None for one rank. signals: signals of this process.
     """
 
     rank: int = 0
@@ -44,7 +44,7 @@ class Joined:
     device: str = "cpu"
     store: Any = None
     signals: StopSignals = dataclasses.field(default_factory=StopSignals, compare=False)
-    # One number, in a list because the class is frozen: the signal that all ranks know of.
+    # The signal that all ranks know of; a list, since the class is frozen.
     _heard: list[int] = dataclasses.field(default_factory=lambda: [0], compare=False)
 
     @property
@@ -59,7 +59,8 @@ class Joined:
         if self.world == 1:
             return list(values)
         mine = torch.tensor([*values, self.signals.number], dtype=torch.float64)
-        # Not all_reduce: the order of its additions, and so the bits, depend on the backend.
+        # all_gather, since the order of all_reduce's additions, and so the bits, depend on the
+        # backend.
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
         total = torch.zeros_like(mine)
@@ -70,8 +71,8 @@ class Joined:
 
     @property
     def signal(self) -> int:
-        """The number of a signal that a rank has received, 0 if none has: the same on all ranks,
-        because it changes in `sums` alone. For one rank it changes at once.
+        """The number of a signal that a rank has received; 0 before. On several ranks the value
+        changes only in `sums`, so all ranks have the same; on one rank it changes immediately.
         """
         return self.signals.number if self.world == 1 else self._heard[0]
 
@@ -86,7 +87,8 @@ class Joined:
         if self.world == 1:
             return True
         try:
-            # These errors began on this rank. Any other may only mean that another rank has ended.
+            # These errors have their cause on this rank. Other errors may only mean that another
+            # rank has ended.
             own = isinstance(error, (ValueError, AioError, KeyboardInterrupt))
             if not own and not is_out_of_memory(error):
                 deadline = time.monotonic() + _PATIENCE_S
@@ -94,10 +96,10 @@ class Joined:
                     time.sleep(0.05)
             number = error.number if isinstance(error, Stopped) else 0
             mine = f"{self.rank} {number}"
-            # The first rank that sets the key prints; the store compares and sets atomically.
+            # The store compares and sets atomically: only the first rank that sets the key prints.
             return bool(self.store.compare_set(_STOPPED, "", mine) == mine.encode())
         except (RuntimeError, OSError):
-            # The store has ended with its process, so no other rank can record the cause.
+            # The store's process has ended, so no other rank can record the cause.
             return True
 
     def ended_by(self) -> int:
@@ -117,10 +119,10 @@ class Joined:
 @contextlib.contextmanager
 def joined(device: str | None, environment: Mapping[str, str] | None = None) -> Iterator[Joined]:
     """Join the ranks that torchrun has started, and yield this process's place among them; without
-    torchrun, a single rank. Blocks until all ranks have joined.
+    torchrun there is a single rank. Blocks until all ranks have joined.
 
-    device: as the user wrote it; None or "cuda": the GPU with this rank's local rank, if there is a
-    GPU.
+    device: value of --device; None or "cuda": the GPU whose number is this rank's local rank, if
+    there is a GPU.
     Raises: ValueError for an environment that is not torchrun's, and for a GPU that all ranks of a
     node would share; RankFailed if the ranks cannot connect.
     """
@@ -131,7 +133,7 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
         return
     cuda = torch.device(found.device).type == "cuda"
     if cuda:
-        # NCCL uses the current device, which would be GPU 0 on every rank.
+        # NCCL uses the current device; without this call every rank would use GPU 0.
         torch.cuda.set_device(torch.device(found.device))
     # NCCL cannot move CPU tensors, which `sums` and the ordering agreement of collectives need.
     try:
@@ -142,7 +144,7 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
         place = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         raise RankFailed(
             f"rank {found.rank} cannot join the {found.world} ranks at {place}: "
-            f"{str(error).partition(chr(10))[0]}. Start all of them, with one MASTER_ADDR and "
+            f"{str(error).partition(chr(10))[0]}. Start all ranks, with the same MASTER_ADDR and "
             "MASTER_PORT",
             rank=found.rank,
         ) from error
@@ -175,19 +177,19 @@ def place_of(device: str | None, environment: Mapping[str, str]) -> Joined:
     ]
     if missing:
         raise ValueError(
-            f"WORLD_SIZE={world} is in the environment and {', '.join(missing)} not: start several "
+            f"the environment has WORLD_SIZE={world} but not {', '.join(missing)}: start several "
             f"ranks with torchrun --nproc-per-node {world} -m infinity train ..., or unset "
             "WORLD_SIZE"
         )
     if device is not None and device.startswith("cuda:"):
         raise ValueError(
-            f"--device {device} would be the device of all ranks of a node; with --device cuda "
-            "each has the GPU of its number"
+            f"--device {device} would be the device of all ranks of a node; give --device cuda, "
+            "which assigns each rank the GPU of its local rank"
         )
     if device in (None, "cuda") and torch.cuda.is_available():
         if local >= torch.cuda.device_count():
             raise ValueError(
-                f"local rank {local} has no GPU: there are {torch.cuda.device_count()}; start "
+                f"local rank {local} has no GPU: the node has {torch.cuda.device_count()}; start "
                 "fewer ranks, or give --device cpu"
             )
         device = f"cuda:{local}"

@@ -1,10 +1,10 @@
-"""Trackers of `infinity train --report-to`, which get the figures of steps beside metrics.jsonl.
+"""Trackers of `infinity train --report-to`, which get the figures of metrics.jsonl, too.
 
     csv            metrics.csv, a row for each step, written when the run ends or is stopped
     tensorboard    tensorboard/, by torch's SummaryWriter
-    wandb          wandb/, a run of Weights & Biases: offline, unless WANDB_MODE says otherwise
+    wandb          wandb/, a run of Weights & Biases; offline unless WANDB_MODE is set
 
-A resumed run goes on with the files of all three. A step that a fault undoes is reported again.
+A resumed run continues the files of all three. A step that a fault undoes is reported again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Tracker(Protocol):
         """Report figures of a step."""
 
     def close(self) -> None:
-        """Write everything that was reported."""
+        """Write all reported figures."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise ValueError for a tracker named twice, or whose library is missing."""
+    """Raise ValueError for a tracker that is named twice, or whose library is missing."""
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"--report-to {name} is given twice; give it once")
@@ -53,8 +53,8 @@ def check_installed(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], out: Path, about: Mapping[str, Any], *, run: str, after: int
 ) -> list[Tracker]:
-    """Open the trackers. about: the description of the run. run: its id. after: the step after
-    which the run goes on; 0: it begins.
+    """Open the trackers. about: the description of the run. run: the run's id. after: the step
+    after which the run continues; 0: the run begins.
     """
     made: list[Tracker] = []
     for name in names:
@@ -68,7 +68,7 @@ def open_trackers(
 
 
 def reported(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a line of metrics.jsonl that are reported."""
+    """Return the figures of a line of metrics.jsonl that trackers get."""
     return {
         name: row[name] for name in COLUMNS if name != "step" and row.get(name) is not None
     }
@@ -79,7 +79,7 @@ class _Csv:
         self._out = out
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Do nothing: metrics.jsonl has the figures, and no others once a fault undid steps."""
+        """Do nothing: `close` reads metrics.jsonl, which lacks undone steps."""
 
     def close(self) -> None:
         rows: dict[int, dict[str, Any]] = {}
@@ -102,7 +102,7 @@ class _TensorBoard:
     def __init__(self, directory: Path, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Points of steps that were lost are taken away; for a new run, those of an earlier run.
+        # Remove the points of lost steps; for a new run, the points of an earlier run.
         self._writer: Any = SummaryWriter(str(directory), purge_step=after + 1 if after else 0)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -117,7 +117,7 @@ class _Wandb:
     def __init__(self, out: Path, about: Mapping[str, Any], run: str) -> None:
         import wandb
 
-        # wandb raises errors of its own and of pydantic, for keys and variables of its user.
+        # wandb raises its errors and pydantic's for a user's wrong keys and variables.
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "infinity"),
@@ -126,7 +126,7 @@ class _Wandb:
                 resume="allow",
                 dir=out,
                 config=dict(about),
-                # No request leaves the machine unless the user wants it.
+                # No request leaves the machine unless the user sets WANDB_MODE.
                 mode=None if "WANDB_MODE" in os.environ else "offline",
                 settings=wandb.Settings(silent=True, console="off"),
             )

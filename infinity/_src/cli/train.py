@@ -1,10 +1,10 @@
 """`infinity train`: an ordinary training loop over an offloaded model, with a report.
 
-The loop is what a user would write, with measurements and saves around it. Results in --out:
+The loop is the one that a user would write, with measurements and saves. Results in --out:
 
     metrics.jsonl   one record per line (`infinity._src.base.metrics_file`)
     timeline.json   one step, unit by unit (`infinity._src.base.step_timeline`)
-    report.html     a page of these two (needs plotly); `infinity report` makes it again
+    report.html     a page of these two files (needs plotly); `infinity report` makes it again
     trace.json      the timeline, for https://ui.perfetto.dev
     loss.png        training and held-out loss (needs matplotlib)
     metrics.csv, tensorboard/, wandb/  with --report-to (`infinity._src.cli.trackers`)
@@ -16,13 +16,13 @@ With --schedule vertical the micro-batches of a step share a pass (`inf.microbat
 --schedule horizontal each has a pass. Both give the same bits if a micro-batch uses each parameter
 once.
 
-A resumed run retains the records of the steps up to the one that it resumes from. It drops the
-records of later steps, which were lost and are repeated.
+A resumed run keeps the records up to the step from which it resumes. It drops the records of later
+steps, which were lost and are repeated.
 
-On several ranks (torchrun; `infinity._src.cli.torchrun`) each rank trains on its rows of a batch
-that is as many times larger: N ranks with --batch 1 do what one rank does with --batch N, except
-that the rows of each rank are a micro-batch in a mean over tokens (--chat). Rank 0 records its
-traffic, memory and times.
+On several ranks (torchrun; `infinity._src.cli.torchrun`) each rank trains on its rows of a larger
+batch: N ranks with --batch 1 compute what one rank computes with --batch N, except that in a mean
+over tokens (--chat) the rows of each rank are a micro-batch. Rank 0 records its traffic, memory and
+times.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ from infinity.errors import (
 log = logging.getLogger("infinity")
 
 _SAVE_FAULTS = (OSError, MemoryError, RuntimeError)
-"""Errors of a save after which training continues; RuntimeError: the system refuses a thread."""
+"""Errors of a save after which training continues; RuntimeError: a thread cannot start."""
 _ENGINE_FAULTS = (StepUndone, StateInvalid, RankError, EngineClosed, ProcessGroupChanged)
-"""Errors of the engine, whichever call raises them: not faults of a save."""
+"""Errors of the engine, which are not faults of a save even if a save raises them."""
 STEPS = 20
 """Steps of a run without --steps and --epochs."""
 _BENCH_BYTES = 512 * MIB
@@ -134,8 +134,8 @@ undisturbed. Caches and pools are warm by then.
 
 
 def run_train(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Train as `options` say. Returns the exit status: 0 for success, 1 for a fault, 2 for a
-    mistake, 128 + n after the signal n (`infinity._src.cli.stop_signals`).
+    """Run the training of `options`. Returns the exit status: 0 for success, 1 for a fault, 2 for a
+    user's mistake, 128 + n after the signal n (`infinity._src.cli.stop_signals`).
 
     If an error stops one of several ranks, one rank prints it, and no rank returns 0.
     """
@@ -146,16 +146,16 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
         with joined(options.device) as ranks:
             return _train(options, console, ranks)
     except ValueError as error:
-        # All ranks raise the same error here, before they have joined: rank 0 prints it.
+        # Ranks raise the same error before they join: rank 0 prints it.
         if os.environ.get("RANK", "0") == "0":
             say_error(console, error)
         return 2
 
 
 def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
-    # True once this rank has asked whether it prints the error: it must not ask twice.
+    # True once this rank has called `tells`, which it must not call twice.
     reported = False
-    # True after an error whose traceback is shown, whatever closing raises after it.
+    # True after an error whose traceback is shown, even if closing then raises another error.
     unforeseen = False
     # torch.distributed raises RuntimeError if another rank has ended.
     lost = (RuntimeError,) if ranks.world > 1 else ()
@@ -168,16 +168,16 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
                     run = _Run(options, shown, stack, ranks)
                     status = run.run()
                 except (KeyboardInterrupt, Exception) as error:
-                    # Before anything is closed: closing disconnects other ranks, which must find
-                    # this rank's error recorded.
+                    # Record the error before the stack closes the connections to other ranks, which
+                    # look for it.
                     reported, tells = True, ranks.tells(error)
                     unforeseen = isinstance(error, Exception) and not is_foreseen(error)
                     if tells:
                         kept = run is not None and bool(run.records)
                         say_error(console, error, options, ranks, kept=kept)
                     raise
-            # Wait for all ranks, since torchrun ends the remaining ranks when one has ended, and
-            # agree on a signal, so that all return the same status.
+            # Wait for all ranks, since torchrun ends the remaining ranks when one has ended. Ranks
+            # also agree on a signal, so that all return the same status.
             ranks.sums()
             return 128 + ranks.signal if ranks.signal else status
     except KeyboardInterrupt as error:
@@ -197,7 +197,7 @@ def _one_by_one(error: SlicesError) -> str:
 
 @dataclasses.dataclass
 class _Phase:
-    """Times of one step's passes in seconds, without waits."""
+    """Times of one step's passes, in seconds, without waits."""
 
     first_forward_s: float = 0.0
     last_backward_s: float = 0.0
@@ -219,8 +219,8 @@ def _text_of(value: Any) -> Any:
 
 
 class _Run:
-    """One run, phase after phase. `stack` closes what the run opens, in reverse order, also after
-    an error.
+    """One run. `stack` closes the files, the model and the trackers that the run opens, in reverse
+    order, also after an error.
     """
 
     # The save in progress. A class attribute, since a callback of `stack` reads it even if
@@ -230,7 +230,7 @@ class _Run:
     unsaved: Exception | None = None
     # True once a save of this process has begun.
     saves = False
-    # The step of the newest save that was tried.
+    # The step of the newest save that the run has tried.
     saved_step: int | None = None
     # The step of the newest save that could not read states.
     misread: int | None = None
@@ -256,21 +256,22 @@ class _Run:
         self.directories = resolve_directories(
             self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
         )
-        # Before anything is written: it raises if a run or checkpoint would be replaced.
+        # Before the run writes anything: `find_source` raises if it would replace a durable run or
+        # checkpoint.
         found = find_source(options, self.directories)
         self._set_steps(found)
         self.device = torch.device(self.policy.device)
         self._choose_dtype(found)
         self.passes = options.accumulate // slices_of(options)
         self.model: Any = self._make_model()
-        # It checks the source before the model is offloaded: after a restore, or after a new
-        # durable run begins, the states of the source are lost.
+        # `SmallState` checks the source before the model is offloaded: a restore, or a new durable
+        # run, discards the source's states.
         self.small = self._make_small_state(found)
         self._choose_source(found)
         if ranks.first:
             _make_out(options.out, stack)
         self._load(stack)
-        # Only now: loading may refuse the options, and measurements of drives and memory may fail.
+        # Opened after `_load`, which may refuse the options or fail to measure drives and memory.
         self.metrics = MetricsFile(
             options.out / FILE_NAME if ranks.first else None, keeps=self.source is not None
         )
@@ -283,13 +284,13 @@ class _Run:
         self.last = self.handle.stats()
         self.held_out: list[tuple[int, float]] = []
         self.text_before = ""
-        # Loading may need more RAM than training, so their peaks are separate. 0: not yet known.
+        # Loading may need more RAM than training, so their peaks are separate. 0: not measured yet.
         self.peak_before = self.peak_training = 0
-        # If the run had ended before: steps whose held-out loss the file has already.
+        # If earlier processes have taken all steps: steps with a held-out loss in the file.
         self.recorded = set[int]()
         self.earlier, self.earlier_records = self._go_on()
         self.trackers = self._open_trackers(stack)
-        # A stopped run gets its page, too.
+        # A stopped run also writes its page.
         stack.callback(self._leave_page)
 
     def _open_trackers(self, stack: ExitStack) -> list[Tracker]:
@@ -305,32 +306,32 @@ class _Run:
         return found
 
     def _report(self, kind: str, row: dict[str, Any]) -> None:
-        """Record the figures of a step, or of a measurement, and report them to the trackers."""
+        """Record the figures of a step or a held-out measurement, and report them to trackers."""
         self.metrics.add(kind, row)
         figures = reported(row) if kind == "step" else {"held_out_loss": row["loss"]}
         for tracker in self.trackers:
             tracker.log(row["step"], figures)
 
     def _choose_source(self, found: Source | None) -> None:
-        """Note what is restored, and whether the model's files are read nevertheless."""
+        """Set the source to restore, and whether the model's files are read nevertheless."""
         options = self.options
         self.source = found.place if found is not None else None
         self.lost = found.lost if found is not None else ""
         if options.durable and self.source is not None and self.source != self.directories[0]:
             # Resume from a checkpoint of a later step: the next commit replaces the durable run.
             self.policy = dataclasses.replace(self.policy, durable="new")
-        # A restore brings all values, so they need not be read. A new durable run may be committed
-        # before the restore, so it needs them.
+        # A restore brings all values, so the model's files need not be read. A new durable run may
+        # commit before the restore, so it reads them.
         if options.durable:
             self.unread = self.source == self.directories[0]
         else:
-            # A checkpoint of adapters is without the model that they belong to.
+            # A checkpoint of adapters lacks the base model.
             self.unread = self.source is not None and options.lora is None
 
     def _load(self, stack: ExitStack) -> None:
         """Measure the drives, and offload the model. `stack` closes it."""
         options = self.options
-        # Before the model is loaded, while nothing else uses the drives.
+        # Measured before the model is loaded, while nothing else uses the drives.
         self.drives = self._measure_drives()
         # As in DDP scripts, each rank draws different dropout masks.
         torch.manual_seed(options.seed + self.ranks.rank)
@@ -344,8 +345,8 @@ class _Run:
         )
         self.handle = inf.handle(self.model)
         self._check_run()
-        # The stack runs it after `close`, which waits for the save.
-        stack.callback(self._tell_of_save)
+        # The stack calls `_warn_of_save` after `close`, which waits for the save.
+        stack.callback(self._warn_of_save)
         stack.callback(self.handle.close)
         self.params = self.handle.stats().params
         if options.packing:
@@ -373,11 +374,11 @@ class _Run:
             with step_display(self.console, options.steps) as display:
                 text_after = self._train(display)
         except BaseException:
-            # An interrupted run leaves its files, too.
-            self._leave_files()
+            # An interrupted run also writes its files.
+            self._write_files()
             raise
         if text_after is None:
-            self._tell_of_stop()
+            self._say_stopped()
             return 0
         if not options.no_save:
             what = "model" if options.lora is None else "adapter"
@@ -388,28 +389,30 @@ class _Run:
             self.metrics.add("summary", summary.as_dict() | elapsed)
             show_summary(self.console, summary)
         else:
-            self._say(f"all {options.steps} steps had been taken already")
+            self._say(f"earlier processes have taken all {options.steps} steps")
         self._check_saved(options.steps)
         return 0
 
-    def _tell_of_stop(self) -> None:
-        """Print where a run that a signal has stopped can resume. Raises the error of its save."""
+    def _say_stopped(self) -> None:
+        """Print from where a run that a signal has stopped can resume. Raises the error of a failed
+        save.
+        """
         options, step = self.options, self.handle.stats().step_count
         self._check_saved(step)
         resumes = "; the same command with --resume continues"
         if not step:
             kept = "no step was taken"
         elif options.durable:
-            kept = f"the durable run in {self.directories[0]} has it{resumes}"
+            kept = f"the durable run in {self.directories[0]} has this step{resumes}"
         elif options.save_every:
-            kept = f"it is saved in {save_directory(options)}{resumes}"
+            kept = f"the step is saved in {save_directory(options)}{resumes}"
         else:
             kept = "nothing was saved, as neither --save-every nor --durable was given"
         self._say(f"{name_of(self.ranks.signal)}: stopped after step {step}; {kept}")
 
     def _set_steps(self, found: Source | None) -> None:
-        """Set the number of steps: of --steps or --epochs, else of the run that resumes. Raises:
-        ValueError for fewer steps than that run has taken.
+        """Set the number of steps: from --steps or --epochs, else from the source to resume from.
+        Raises: ValueError for fewer steps than the source has taken.
         """
         options = self.options
         before = found.rule(RULE_OF_STEPS) if found is not None else None
@@ -432,14 +435,14 @@ class _Run:
         self.steps_before = before
 
     def _choose_dtype(self, found: Source | None) -> None:
-        """Replace --dtype auto: by that of the run that resumes, else by what the devices of all
-        ranks compute fast. Collective.
+        """Replace --dtype auto by the dtype of the source to resume from; else by bfloat16, or by
+        float32 if the CPU of a rank lacks bf16 instructions. Collective.
         """
         options = self.options
         if options.dtype != "auto":
             return
         emulates = self.device.type == "cpu" and not bf16_instructions()
-        # All ranks compute in one dtype, whatever their CPUs.
+        # All ranks compute in one dtype, even if their CPUs differ.
         (emulating,) = self.ranks.sums(float(emulates))
         before = found.rule("--dtype") if found is not None else None
         options.dtype = before or ("float32" if emulating else "bfloat16")
@@ -487,25 +490,25 @@ class _Run:
         return model
 
     def _check_run(self) -> None:
-        """Raise ValueError if the durable run to restore has disappeared since it was found:
+        """Raise ValueError if the durable run to restore has disappeared since `find_source`:
         `inf.restore` would leave all values at zero.
         """
         run = self.handle.durable
         if self.unread and run is not None and run.before is None:
-            # End without a commit: it would store the zeros.
+            # A commit would store the zeros.
             self.handle.end(commit=False)
             raise ValueError(
-                f"{self.source} held a durable run a moment ago, and holds none now; without "
-                "--resume training begins anew"
+                f"the durable run in {self.source} has just been removed; to begin anew, leave "
+                "--resume out"
             )
 
     def _go_on(self) -> tuple[Earlier, list[StepRecord]]:
-        """Restore the source, if there is one. Returns (what earlier processes did, records of
+        """Restore the source, if there is one. Returns (progress of earlier processes, records of
         their steps).
         """
         if self.source is None:
             if self.options.resume:
-                self._say("nothing was committed or saved yet: training begins")
+                self._say("no step was committed or saved yet: training begins")
             return Earlier(), []
         found = inf.restore(
             self.model, self.optimizer, self.source, damaged=self.options.damaged
@@ -515,19 +518,19 @@ class _Run:
         self._say(f"continuing after step {found.step}, from {self.source}")
         if self.steps_before not in (None, self.options.steps):
             self._say(
-                f"  from here the learning rate is that of a run of {self.options.steps} steps; "
-                f"until now it was that of {self.steps_before}"
+                f"  from now on the learning rate follows the schedule of {self.options.steps} "
+                f"steps; before, it followed that of {self.steps_before}"
             )
         if self.lost:
             self._say(f"  instead of {self.lost}")
         notes = [*found.notes, *([found.rounded] if found.rounded else [])]
         if not earlier.same_ranks:
-            notes.append("the ranks have changed, so dropout draws other masks")
+            notes.append("the number of ranks has changed, so dropout draws other masks")
         for note in notes:
             self._say(f"  {note}")
-        # If the run had ended, its records stay as they are.
+        # If earlier processes have taken all steps, their records stay unchanged.
         if earlier.step >= self.options.steps:
-            # No further step captures the small state, and a missing checkpoint is saved with it.
+            # A missing checkpoint is saved with this small state, since no step captures another.
             self.handle.extra = found.extra
             if self.ranks.first:
                 self.recorded |= _recorded_losses(self.options.out)
@@ -546,8 +549,8 @@ class _Run:
         return bool(every) and step % every == 0 and step < self.options.steps
 
     def _keep(self, step: int) -> None:
-        """If --save-every selects `step`, which has ended, wait for the save before and begin to
-        save it. Raises: StepUndone.
+        """If --save-every selects `step`, which has ended, wait for the earlier save and begin to
+        save the step. Raises: StepUndone.
         """
         every = self.options.save_every
         if not every or (step % every and step < self.options.steps):
@@ -556,11 +559,11 @@ class _Run:
         self._begin_save(step)
 
     def _begin_save(self, step: int) -> None:
-        """Begin to save `step`. A save that cannot begin is reported as failed, and training
-        continues. But the first save of a process raises its error if steps remain, since the cause
-        may be a mistake of the user. Raises: StepUndone.
+        """Begin to save `step`. If the save cannot begin, log the error, and training continues.
+        But the first save of a process raises the error if steps remain, since the cause may be a
+        user's mistake. Raises: StepUndone.
         """
-        # Wait for updates first: their faults are not faults of the save.
+        # Wait for updates first, so that their faults are not taken for faults of the save.
         self.handle.flush()
         self.saved_step = step
         try:
@@ -570,8 +573,7 @@ class _Run:
                 save_directory(self.options),
                 frozen=self.options.lora is None,
             )
-        # Any error: if one rank has another error, other ranks have an AioError, and all must
-        # continue alike.
+        # Any error: ranks may raise different errors for one cause, and all must continue alike.
         except Exception as error:
             if isinstance(error, _ENGINE_FAULTS) or not (
                 self.saves or step >= self.options.steps
@@ -581,14 +583,14 @@ class _Run:
             return
         self.saves = True
         self.unsaved = None
-        # `_end_save` raises the error. Otherwise other calls would raise it, on each rank at a
-        # different place.
+        # Only `_end_save` raises the save's error. Otherwise the engine's next call would raise it,
+        # at a different place on each rank.
         self.save.leave_error_to_wait()
 
     def _end_save(self) -> None:
-        """Wait for the save in progress. A failed save is reported, and training continues: the
-        checkpoint before is whole. Raises: StepUndone and StateInvalid if the save could not read
-        states, as the next read of them would.
+        """Wait for the save in progress. If the save failed, log the error, and training continues:
+        the earlier checkpoint is whole. Raises: StepUndone and StateInvalid if the save could not
+        read states, as the next read of these states would.
         """
         save, self.save = self.save, None
         if save is None:
@@ -601,35 +603,34 @@ class _Run:
             self._save_failed(save.step, error)
             if not isinstance(error, AioError) or error.op != "read":
                 return
-            # At most once for a step: a drive may fail its reads only while a save runs, and then
-            # each save would undo the step again.
+            # At most once for a step: if a drive fails reads only while a save runs, each save
+            # would undo the step again.
             if self.misread != save.step:
                 self.misread = save.step
                 self.handle.parts.access.read_failed(error)
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        """Record and log the error of a save. Raises the error that has ended the engine, if one
-        has.
+        """Record and log the error of a save. If an error has ended the engine, raise that error.
         """
         self.unsaved = error
         log.warning("no checkpoint of step %d was written: %s", step, text_of_error(error))
-        # The loss of a drive or a rank ends the engine, and is reported as such.
+        # The loss of a drive or a rank ends the engine: report the loss, not the save.
         self.handle.parts.access.check_open()
 
-    def _tell_of_save(self) -> None:
-        """Warn of a failed save when a run is interrupted, unless `close` did. Does not block."""
-        # Without waiting: a save may wait for ranks that have ended, which another error reports.
+    def _warn_of_save(self) -> None:
+        """Warn of a failed save when a run is interrupted, unless `close` has. Does not block."""
+        # Without waiting: a save may wait for ranks that have ended.
         if self.save is not None:
             self.save.report_error()
 
     def _lacks_checkpoint(self) -> bool:
-        """Return whether the run had ended without a checkpoint of its last step, because its last
-        save failed. Collective.
+        """Return whether earlier processes took all steps, but failed to save the last step.
+        Collective.
         """
         if not (self.ended and self.options.save_every):
             return False
         step = newest_step(save_directory(self.options)) if self.ranks.first else self.earlier.step
-        # Either all ranks save, or none.
+        # Ranks agree, since saving is collective.
         (lacks,) = self.ranks.sums(float(step < self.earlier.step))
         return bool(lacks)
 
@@ -638,14 +639,14 @@ class _Run:
         if isinstance(error, AioError):
             raise error
         if error is not None:
-            # As an AioError, which is printed in one line.
+            # `run_train` prints an AioError in one line.
             raise AioError(
                 f"no checkpoint of step {step} was written: {text_of_error(error)}"
             ) from error
 
     def _train(self, display: StepDisplay) -> str | None:
-        """Measure, take the steps, measure, export. After a fault has undone steps, repeat from the
-        step that the engine is at. Returns the prompt's continuation after training; None if a
+        """Measure, take the steps, measure, export. After a fault has undone steps, repeat them
+        from the engine's current step. Returns the prompt's continuation after training; None if a
         signal has stopped training.
         """
         first, steps = self.earlier.step, self.options.steps
@@ -654,8 +655,8 @@ class _Run:
         self.last = self.handle.stats()
         meter = StepMeter(self.handle, timeline, self.last)
         batches, undone, farthest = self._batches(first), 0, first
-        # State of the loop at each step to which a fault may undo: a fault undoes one step, or all
-        # steps since the last commit of a durable run, or none if it met a measurement.
+        # State of the loop at each step to which a fault may return it: a fault undoes one step, or
+        # all steps since the last commit of a durable run; during a measurement, none.
         turns: dict[int, _Turn] = {}
         step = first
         while True:
@@ -667,8 +668,8 @@ class _Run:
                     self._measure(step, meter, display)
                 if self._stops(step):
                     self._finish_saves(step, wanted=self._unsaved(step))
-                    # A stopped run leaves its files, too.
-                    self._leave_files()
+                    # A stopped run also writes its files.
+                    self._write_files()
                     return None
                 if step == steps:
                     return self._end()
@@ -683,7 +684,7 @@ class _Run:
                 if step < steps:
                     display.say(f"step {step + 1} is taken again: {error}")
                 else:
-                    # No step was undone, though the error says so: show its cause.
+                    # No step was undone, although the error's text says so: show the error's cause.
                     display.say(f"the end of the run is repeated: {error.__cause__ or error}")
                 self._go_back(step, turns[step])
                 batches = self._batches(step)
@@ -691,13 +692,13 @@ class _Run:
                 meter.begin(self.last)
 
     def _measure(self, step: int, meter: StepMeter, display: StepDisplay) -> None:
-        """Measure what is due between this step and the next: the prompt's continuation, the
-        held-out loss, the peak of loading. Raises: StepUndone.
+        """Take the measurements that are due after this step: the prompt's continuation, the
+        held-out loss, the peak memory of loading. Raises: StepUndone.
         """
         opens = not self.peak_before
         if opens:
             self.text_before = self.earlier.text or self._continue()
-        # The loss at the end of a run that now goes on has been cut from the file.
+        # If an ended run continues, its final loss has been cut from the file.
         extends = opens and step == self.steps_before
         evaluates = not step or extends or self._evaluates(step)
         if evaluates:
@@ -708,7 +709,7 @@ class _Run:
             self.peak_before = peak_rss_bytes()
             reset_peak_rss()
         if opens or evaluates:
-            # No step is charged with bytes and waits of an evaluation.
+            # Steps must not include the bytes and waits of measurements.
             self.last = self.handle.stats()
             meter.begin(self.last)
 
@@ -716,12 +717,12 @@ class _Run:
         """Finish the last save, measure, and export. Returns the prompt's continuation. Raises:
         StepUndone.
         """
-        # This also waits for the last update, which belongs to the training and to its peak.
+        # `_finish_saves` also waits for the last update, whose memory counts to training's peak.
         self._finish_saves(self.options.steps, wanted=self._lacks_checkpoint())
         self.peak_training = peak_rss_bytes()
         self._measure_held_out(self.options.steps)
-        # Before generation and export, whose spans would replace those of the last steps.
-        self._leave_files()
+        # Before generation and export, whose spans would replace the last steps' in the trace.
+        self._write_files()
         text = self._continue()
         if not self.options.no_save:
             whole = self.options.lora is None
@@ -730,18 +731,18 @@ class _Run:
         return text
 
     def _stops(self, step: int) -> bool:
-        """Return whether a signal stops training here. After the last step a signal does not:
-        measurement and export still follow.
+        """Return whether a signal stops training after this step. After the last step a signal does
+        not stop measurement and export.
         """
         return bool(self.ranks.signal) and step < self.options.steps
 
     def _unsaved(self, step: int) -> bool:
-        """Return whether --save-every is given and no save of this step was tried."""
+        """Return whether --save-every is given and the run has not tried to save this step."""
         return bool(self.options.save_every) and step not in (self.earlier.step, self.saved_step)
 
     def _finish_saves(self, step: int, *, wanted: bool) -> None:
-        """Finish the save in progress; if `wanted`, save `step`, too. A save that fails is tried
-        once more, since no later save follows. Raises: StepUndone.
+        """Finish the save in progress; if `wanted`, also save `step`. Repeat a failed save once,
+        since no later save follows. Raises: StepUndone.
         """
         self.handle.flush()
         self._end_save()
@@ -753,7 +754,7 @@ class _Run:
             self._end_save()
 
     def _batches(self, step: int) -> Iterator[torch.Tensor]:
-        """Return the micro-batches of this rank that follow those of the first `step` steps."""
+        """Return this rank's micro-batches after those of the first `step` steps."""
         return self.corpus.batches(
             self.options.batch,
             self.options.seed,
@@ -786,18 +787,18 @@ class _Run:
         self.records = [record for record in self.records if record.step <= step]
         if not self.ended:
             self.metrics.cut(step)
-        # `cut` drops the held-out loss of this step, too; it is measured again.
+        # `cut` also drops the held-out loss of this step, which is measured again.
         self.held_out = [each for each in self.held_out if each[0] < step]
 
     def _take_step(
         self, step: int, batches: Iterator[torch.Tensor], meter: StepMeter, display: StepDisplay
     ) -> None:
-        """Take one step, record it, and save it if it is due. Raises: StepUndone."""
+        """Take one step, record the step, and save it if a save is due. Raises: StepUndone."""
         options = self.options
         alone = step - self.earlier.step == _ALONE_STEP and options.steps > step
         if alone:
-            # No update is pending when the step begins, and no byte of the last update is charged
-            # to it.
+            # So no update is pending when the step begins, and the step's figures exclude the last
+            # update.
             self.handle.flush()
             self.last = self.handle.stats()
             meter.begin(self.last)
@@ -809,10 +810,10 @@ class _Run:
         if options.clip:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
         if self.save is not None and self.save.done:
-            # Before `opt.step()`: until then the engine can still undo the step that was saved, if
-            # the save could not read it.
+            # Before `opt.step()`: until then the engine can undo the saved step if the save could
+            # not read the step's states.
             self._end_save()
-        # Before the scheduler's step: the rate of this step.
+        # The rate of this step, since the scheduler's step follows.
         rate = float(self.scheduler.get_last_lr()[0])
         if options.durable or options.save_every:
             self.handle.extra = self.small.capture(self.scheduler, self.held_out, self.text_before)
@@ -820,8 +821,8 @@ class _Run:
         self.scheduler.step()
         self.optimizer.zero_grad()
         if self._evaluates(step):
-            # Otherwise the update would end during the measurement, whose bytes and waits no step
-            # is charged with.
+            # Otherwise the update would end during the measurement, and the step's figures would
+            # lack the update's bytes and waits.
             self.handle.flush()
         now = self.handle.stats()
         step_s = time.monotonic() - start
@@ -857,13 +858,12 @@ class _Run:
         phase = _Phase()
         losses = []
         micro_batches = self.options.accumulate // self.passes
-        # Each micro-batch draws dropout from the stream that it would have in a shared pass.
+        # Each micro-batch draws dropout from the same stream as in a shared pass.
         streams = RandomStreams() if self.passes > 1 else None
         for index in range(self.passes):
             ids = torch.cat(list(islice(batches, micro_batches))).to(self.device)
             waited, start = self.handle.stats().io_wait_s, time.monotonic()
-            # Only the last pass is outside of `no_sync`, which tells the engine that it is the
-            # last.
+            # Only the last pass runs outside of `no_sync`, so that the engine finishes gradients.
             with nullcontext() if index == self.passes - 1 else self.handle.no_sync():
                 with streams.of(index, self.device) if streams is not None else nullcontext():
                     loss = self._loss(ids)
@@ -874,15 +874,15 @@ class _Run:
             waited = self.handle.stats().io_wait_s - waited
             passes_s = time.monotonic() - start - waited
             phase.compute_s += passes_s
-            # Overwritten by each pass: the value of the last pass remains.
+            # The last pass sets the final value.
             phase.last_backward_s = passes_s - forward_s
             if index == 0:
                 phase.first_forward_s = forward_s
             losses.append(loss.detach())
         if streams is not None:
             streams.end()
-        # Added in the order and dtype of a pass that all micro-batches share. `float` waits for the
-        # device, so it comes after the clock was read.
+        # Losses are added in the order and dtype of a shared pass. `float` waits for the device, so
+        # the clock is read before.
         total = float(functools.reduce(torch.add, losses))
         return phase, self.ranks.sums(total)[0] / self.ranks.world
 
@@ -908,7 +908,7 @@ class _Run:
         with torch.no_grad():
             for batch, counts in rows:
                 found = self.model(**arguments_of(batch.to(self.device)), use_cache=False)
-                # Weighted, since the last batch may have fewer windows, and all tokens count alike.
+                # Weighted, so that all tokens count alike: the last batch may have fewer windows.
                 mean, of_batch = float(found.loss), weight_of(batch)
                 if counts:
                     total, weight = total + mean * of_batch, weight + of_batch
@@ -935,7 +935,7 @@ class _Run:
         )
 
     def _measure_drives(self) -> dict[str, float] | None:
-        """Measure the bandwidth of the drives in use, in GB/s; None if nothing rests on NVMe. All
+        """Measure the bandwidth of the policy's drives, in GB/s; None if nothing rests on NVMe. All
         ranks measure at once, so each measures its share of the drives. Collective.
         """
         if not self.policy.directories:
@@ -957,8 +957,8 @@ class _Run:
         self._say(f"  {drives_text(found)}")
         return found
 
-    def _leave_files(self) -> None:
-        # Without a step they would show nothing, and would replace those of an earlier run.
+    def _write_files(self) -> None:
+        # Without a step the files would be empty, and would replace an earlier run's.
         if not (self.records and self.ranks.first):
             return
         if not self.options.no_trace:
@@ -984,7 +984,7 @@ class _Run:
         return {
             "schema": SCHEMA,
             "version": inf.__version__,
-            # A reader's clock, with its zone.
+            # Local time, with its zone.
             "date": datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             "command": shlex.join(["infinity", *sys.argv[1:]]),
             "options": options,
@@ -1033,20 +1033,22 @@ class _Run:
 
 
 def _make_out(out: Path, stack: ExitStack) -> None:
-    """Make --out. `stack` removes again what is left empty, as after a mistake."""
+    """Make --out. `stack` removes the new directories again if they stay empty, as after a user's
+    mistake.
+    """
     stack.callback(_remove_empty, [each for each in (out, *out.parents) if not each.exists()])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"--out {out} cannot be made: {error.strerror}; name a directory of yours"
+            f"--out {out} cannot be made: {error.strerror}; name a directory that you can write to"
         ) from error
     if not os.access(out, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out} cannot be written to; name a directory of yours")
+        raise ValueError(f"--out {out} is not writable; name a directory that you can write to")
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
-    # Not empty, or removed by the user: what is left is no mistake of this command.
+    # A directory that is not empty, or that the user has removed, is not a fault.
     with suppress(OSError):
         for each in directories:
             each.rmdir()

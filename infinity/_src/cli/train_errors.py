@@ -1,4 +1,4 @@
-"""Errors of `infinity train` for its user: one line each, with the fix where one is known."""
+"""Errors of `infinity train` as one line each, with the fix if one is known."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def say_error(
     *,
     kept: bool = False,
 ) -> None:
-    """Print an error in one line, with the rank if there are several. On several ranks print the
-    traceback of an unforeseen error, too; on one rank the caller shows it. kept: steps have been
-    recorded.
+    """Print an error in one line, with the rank if there are several. On several ranks, first print
+    the traceback of an unforeseen error; on one rank the caller raises such an error. kept: steps
+    have been recorded.
     """
     if isinstance(error, KeyboardInterrupt):
         assert options is not None
@@ -48,24 +48,23 @@ def say_error(
     text = text_of_error(error)
     if isinstance(error, DriveLostError):
         text += (
-            f". With infinity train: the same command with --resume, and --nvme without "
+            f". Run the same infinity train command with --resume, and without --nvme "
             f"{error.directory}"
         )
-    # Only for errors from outside of infinity: infinity's errors name a fix.
+    # Errors of infinity already name a fix.
     if is_out_of_memory(error) and not isinstance(error, InfinityError):
         text = _out_of_memory(error, text, options)
     lines.say_error(console, who + text)
 
 
 def text_of_error(error: BaseException) -> str:
-    """Return the text of an error, or its type."""
-    # Some exceptions have no text at all.
+    """Return the text of an error; the name of its type if the text is empty."""
     return str(error) or type(error).__name__
 
 
 def is_foreseen(error: BaseException) -> bool:
-    """Return whether an error is printed in one line: a mistake, a fault of a file or a drive, or
-    exhausted memory.
+    """Return whether an error is printed in one line: a user's mistake, a fault of a file or drive,
+    or exhausted memory.
     """
     return isinstance(error, _FORESEEN) or is_out_of_memory(error)
 
@@ -74,8 +73,8 @@ def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace 
     # Further lines of torch's message are a stack trace.
     text = text.partition("\n")[0].removesuffix(".")
     if isinstance(error, torch.OutOfMemoryError):
-        # The vertical schedule checkpoints already, and retains inputs of blocks for all
-        # micro-batches: --checkpointing would not help there.
+        # The vertical schedule always checkpoints, and retains the inputs of blocks for all
+        # micro-batches, so --checkpointing would not help.
         sliced = options is not None and slices_of(options) > 1
         less = "--activations cpu or nvme, --schedule horizontal" if sliced else "--checkpointing"
         return (

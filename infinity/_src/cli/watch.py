@@ -1,5 +1,5 @@
-"""`infinity report --watch`: writes the page again and again while runs go on, and the page loads
-itself again. It ends when all runs have ended, or with a signal; the last page does not reload.
+"""`infinity report --watch`: rewrites the page while runs continue; the page reloads itself. The
+command ends when all runs have ended, or with a signal; the last page does not reload.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from infinity._src.cli.run_history import RunHistory, read_run
 from infinity._src.cli.stop_signals import StopSignals, status_of
 
 Write = Callable[[Sequence[RunHistory], float | None], object]
-"""Writes the page of these runs, which loads itself again after so many seconds; None: never."""
+"""A function that writes the page of runs, which reloads itself after some seconds; None: never."""
 
 
 def watch(find: Callable[[], Sequence[Path]], write: Write, every_s: float) -> int:
-    """Write the page of the runs that `find` finds every `every_s` seconds, if they have changed.
-    Returns the exit status: 0 when all have ended, 128 + n after the signal n. Blocks.
+    """Every `every_s` seconds, write the page of the runs that `find` finds if they have changed.
+    Returns the exit status: 0 when all runs have ended, 128 + n after the signal n. Blocks.
 
     Raises: as `find`, `read_run` and `write`.
     """
@@ -30,7 +30,7 @@ def watch(find: Callable[[], Sequence[Path]], write: Write, every_s: float) -> i
                 now = [_state(directory) for directory in directories]
                 if now != seen:
                     runs = [read_run(directory) for directory in directories]
-                    # There may be no run yet: a model that is loading has no record.
+                    # While a model is loading, its run has no record yet.
                     ended = bool(runs) and all(run.summary for run in runs)
                     if any(run.series.points for run in runs):
                         write(runs, None if ended else every_s)

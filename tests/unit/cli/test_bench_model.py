@@ -54,7 +54,7 @@ def test_drives_twice_as_fast_need_half_the_time_and_a_rating_is_days(
     # do.
     computes = forecast(1e12)
     ((step_s, days),) = re.findall(
-        r"compute as fast as the drives: (\S+) s a step, new drives last (\S+) days",
+        r"compute were as fast as the drives: (\S+) s a step, and new drives last (\S+) days",
         "\n".join(computes.lines),
     )
     # Scale the drives' time by the step / drives ratio of a step that drives bound.
@@ -62,7 +62,7 @@ def test_drives_twice_as_fast_need_half_the_time_and_a_rating_is_days(
     assert float(step_s) == pytest.approx(at_drives, rel=1e-2)
     all_days = computes.record["drive_days"] * at_drives / computes.record["step_s"]
     assert float(days) == pytest.approx(all_days, rel=0.1, abs=0.1)
-    assert "with compute" not in "\n".join(slow.lines)
+    assert "if compute" not in "\n".join(slow.lines)
     # Both in decimal units, as drives are rated.
     ((each, day),) = re.findall(r"(\S+) GB written a step, (\S+) TB a day", "\n".join(slow.lines))
     assert float(each) == pytest.approx(slow.record["written_bytes"] / 1e9, abs=0.1)

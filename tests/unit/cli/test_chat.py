@@ -87,7 +87,7 @@ def test_the_words_of_the_assistant_are_learnt_alone(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (CHANGING, "a.jsonl:3: the chat template renders a message in another way when others"),
+        (CHANGING, "a.jsonl:3: the chat template changes the text of a message when"),
         ("{{ raise_exception('no system') }}", "cannot render a conversation: no system"),
     ],
 )
@@ -244,8 +244,8 @@ def test_an_eval_file_of_text_is_measured_whole(model_directory: Path, tmp_path:
         (["--packing"], "--packing puts several conversations of --chat into a window"),
         (["--query", "SELECT 1"], "--query goes with --sqlite"),
         (["--column", "text"], "--column text names a field of the lines of --jsonl or --chat"),
-        (["--chat", "one.jsonl", "--holdout", "2"], "--holdout 2 must lie between 0 and 1"),
-        (["--holdout", "nan"], "--holdout nan must lie between 0 and 1"),
+        (["--chat", "one.jsonl", "--holdout", "2"], "--holdout 2 must be between 0 and 1"),
+        (["--holdout", "nan"], "--holdout nan must be between 0 and 1"),
         (["--chat", "gone.jsonl"], "cannot read the conversations"),
         (["--chat", "text.txt"], "text.txt:1 is not JSON"),
         (["--chat", "one.jsonl", "--seq", "2"], "no training conversation has an answer within"),
@@ -275,9 +275,9 @@ def test_packing_is_refused_for_models_that_do_not_keep_conversations_apart(
     )
     transformers.OPTForCausalLM(config).save_pretrained(directory)
     for more, message in (
-        (("--packing",), "in OPTForCausalLM conversations of a window would see each other"),
-        (("--seq", "100"), "--seq has 100 tokens and the model 99 positions; give 99 or less"),
-        (("--prompt", "a" * 80), "--prompt, continued, has 104 tokens and the model 99"),
+        (("--packing",), "OPTForCausalLM would attend from one conversation"),
+        (("--seq", "100"), "--seq has 100 tokens and the model has 99 positions; give 99 or less"),
+        (("--prompt", "a" * 80), "--prompt, continued, has 104 tokens and the model has 99"),
     ):
         status, shown, _ = train(directory, tmp_path / "out", "--chat", chats, *more)
         assert (status, (tmp_path / "out").exists()) == (2, False)

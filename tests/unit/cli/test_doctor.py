@@ -46,7 +46,7 @@ def test_a_container_s_layer_without_o_direct_is_warned_of_with_the_reason(tmp_p
     assert "buffered" in found.value
     assert "overlay" in found.warning
     assert "O_DIRECT" in found.warning
-    assert "not a container's own layer" in found.warning
+    assert "not a container's file system" in found.warning
 
 
 def test_a_drive_with_a_short_queue_says_which_requests_fit_and_what_to_raise(
@@ -132,7 +132,7 @@ def test_without_the_wheel_doctor_says_what_takes_over_and_what_to_install(tmp_p
     ]
     assert "liburing" in warning
     assert "pip install" in warning
-    assert "threads take over" in warning
+    assert "threads replace" in warning
 
 
 def test_pools_that_did_not_get_huge_pages_or_cannot_be_opened_are_warned_of() -> None:
@@ -204,7 +204,7 @@ def test_a_model_is_told_with_its_room_and_what_does_not_fit(
         assert "; 1,497 s/step of" in doctor._model(tmp_path / "small", [probe]).value
     full = doctor._model(tmp_path / "small", [dataclasses.replace(probe, free_bytes=1 << 20)])
     assert full.warning.startswith("NVMe: ")
-    assert "give one with --dir" in doctor._model(tmp_path / "small", []).warning
+    assert "give one: --dir" in doctor._model(tmp_path / "small", []).warning
     assert "is neither a directory" in doctor._model(tmp_path / "gone", [probe]).warning
     (asked,) = [
         entry
@@ -228,7 +228,7 @@ def test_every_operation_is_shown_with_what_runs_it_and_why(
     monkeypatch.setenv(choice.VARIABLE, "update=triton,tile_matmul=triton")
     lines = doctor._operations().value.splitlines()
     assert "update: triton (forced)" in lines, "its bits are torch's"
-    assert "tile_matmul: triton (forced), which rounds in its own way" in lines
+    assert "tile_matmul: triton (forced), which rounds differently from torch" in lines
 
 
 def test_operations_that_cannot_run_as_forced_are_warned_of(

@@ -196,14 +196,14 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_told(tmp_path: Path) -> None
         (whole / "metrics.jsonl").write_text(text[: -1 - len(last) + cut])
         run = read_run(whole)
         assert run.steps == 1
-        assert run.notes == ["the last line was cut off, as by a kill, and is left out"]
+        assert run.notes == ["the last line is incomplete, as after a kill, and is left out"]
     (whole / "metrics.jsonl").write_text(text.rstrip("\n"))
     assert (read_run(whole).steps, read_run(whole).notes) == (2, [])
     (whole / "metrics.jsonl").write_bytes(text.encode() + b"\0" * 100)  # blocks without data
     assert (read_run(whole).steps, len(read_run(whole).notes)) == (2, 1)
     status, shown = report(whole)
     assert status == 0, shown
-    assert "the last line was cut off" in (whole / "report.html").read_text()
+    assert "the last line is incomplete" in (whole / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -216,16 +216,16 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_told(tmp_path: Path) -> None
         ("\udcff\n", "is not a JSON object"),
         ('{"kind": "step", "step": ' + "9" * 5000 + "}\n", "is not a JSON object"),
         ("x" * (1 << 21), "more than 1048576 bytes"),
-        (json.dumps(step_row(1)) + "\n", "step 1 comes after step 1; remove the lines"),
-        (json.dumps({**step_row(2), "step": "2"}) + "\n", "step is '2', and no number of a step"),
+        (json.dumps(step_row(1)) + "\n", "step 1 follows step 1, so the file mixes two"),
+        (json.dumps({**step_row(2), "step": "2"}) + "\n", "step is '2', not a step's number"),
         (json.dumps(step_row(-1)) + "\n", "step is -1"),
         (json.dumps(step_row(2, loss=None)) + "\n", "the step has no loss"),
-        (json.dumps(step_row(2, loss="1")) + "\n", "loss is '1', and no number"),
+        (json.dumps(step_row(2, loss="1")) + "\n", "loss is '1', not a number"),
         (json.dumps(step_row(2, step_s=None)) + "\n", "the step has no step_s"),
-        (json.dumps(step_row(2, step_s=math.nan)) + "\n", "step_s is nan, and no size or time"),
+        (json.dumps(step_row(2, step_s=math.nan)) + "\n", "step_s is nan, not a size or time"),
         (json.dumps(step_row(2, rss_bytes=True)) + "\n", "rss_bytes is True"),
         (json.dumps(step_row(2, bytes_read=10**400)) + "\n", "bytes_read is 1000"),
-        (json.dumps(step_row(2, drives=3)) + "\n", "drives is no list of 64"),
+        (json.dumps(step_row(2, drives=3)) + "\n", "drives is not a list of at most 64"),
         (json.dumps(step_row(2, drives=[3])) + "\n", "a drive has no path"),
         (json.dumps(step_row(2, drives=[{"path": str(n)} for n in range(64)])) + "\n", "64 drives"),
         (json.dumps(step_row(2, memory={})) + "\n", "memory has no device"),
@@ -296,13 +296,13 @@ def test_wear_is_that_of_the_drives(tmp_path: Path) -> None:
     # Four seconds are too few to extrapolate to days.
     short = ("/mnt/a", "3.7 GiB", "1.9 GiB", "the run is too short", "-")
     assert section.table[1][1:] == short
-    assert "extrapolated to days if its steps took 10 min or more" in section.about
+    assert "extrapolates to days if the steps took 10 min or more" in section.about
     steps = [step_row(n, step_s=300.0, drives=[WRITING]) for n in (1, 2)]
     run = read_run(write_run(tmp_path, run_row(), *steps))
     (section,) = [each for each in sections([run], 864.0) if each.title == "Wear"]
     assert section.table[1][1:] == ("/mnt/a", "558.8 GiB", "279.4 GiB", "86.4 TB", "10 days")
     (section,) = [each for each in sections([run]) if each.title == "Wear"]
-    assert "the example is a drive of 600 terabytes" in section.about
+    assert "the example is a drive rated for 600 terabytes" in section.about
 
 
 def test_runs_in_a_directory_are_shown_beside_each_other(trained: Path, tmp_path: Path) -> None:
@@ -323,9 +323,9 @@ def test_runs_in_a_directory_are_shown_beside_each_other(trained: Path, tmp_path
 
 def test_a_directory_without_runs_or_with_too_many_is_refused(tmp_path: Path) -> None:
     status, shown = report(tmp_path / "none")
-    assert (status, "none is no directory" in shown) == (2, True)
+    assert (status, "none is not a directory" in shown) == (2, True)
     status, shown = report(tmp_path)
-    assert (status, "has no metrics.jsonl" in shown) == (2, True)
+    assert (status, "a directory in it has a metrics.jsonl" in shown) == (2, True)
     write_run(tmp_path, run_row())
     status, shown = report(tmp_path)
     assert (status, "no step was recorded yet" in shown) == (2, True)
@@ -586,7 +586,7 @@ def test_a_signal_ends_the_watch_and_leaves_a_page_that_stays(
 def test_a_watch_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     run = write_run(tmp_path, run_row(), step_row(1))
     for more, message in (
-        (("--every", "5"), "--every 5 says how often --watch writes the page; add --watch"),
+        (("--every", "5"), "--every 5 sets how often --watch writes the page; add --watch"),
         (("--watch", "--every", "0"), "--every 0 must be a number of seconds above 0"),
         (("--watch", "--every", "nan"), "--every nan must be"),
     ):

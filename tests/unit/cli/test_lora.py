@@ -89,7 +89,7 @@ def test_a_run_of_adapters_goes_on_from_a_small_checkpoint(place: Path, tmp_path
     given = (other, "--text", place / "text.txt", "--out", tmp_path / "out", *GIVEN.split())
     status, shown = run(run_train, "train", *given, *chosen, "--steps", "4", "--resume")
     assert status == 2
-    assert "under other rules: checksum of the model beside the adapters was" in shown
+    assert "with changed options: checksum of the model beside the adapters was" in shown
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "tokenizer.json"])

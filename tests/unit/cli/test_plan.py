@@ -141,7 +141,7 @@ def test_what_gpus_need_is_shown_part_by_part_and_where_updates_could_run(
         "Where updates run",
         "'cpu'",
         "'device'",
-        "Updates run on the CPU, beside the next forward, unless you set update_on='device'",
+        "Updates run on the CPU, concurrently with the next forward",
         "--gpu-mem: 23.6 GiB, of rtx4090 (GeForce RTX 4090, 24 GB)",
         "--pcie-host: 100 GB/s each way, assumed: two GPUs share a link to the CPU",
         "--peers: through the CPU's memory",
@@ -250,7 +250,7 @@ def test_a_command_is_one_that_train_takes_and_none_where_nothing_fits(
     assert (options.resident, options.dtype) == (["optim=0.25"], "float32")
     for given in (["--dtype", "float16"], ["--grad-dtype", "float32"]):
         status, shown = searched(small, *arguments, *given)
-        assert (status, "infinity train cannot run it" in shown) == (0, True)
+        assert (status, "infinity train cannot run this way" in shown) == (0, True)
     assert "puts adapters on whole layers" in searched(
         small, *arguments, "--lora", "8", "--tile-linears", "2"
     )[1]
@@ -295,7 +295,7 @@ def test_the_vertical_schedule_is_planned_as_told(small: Path, tmp_path: Path) -
         status, shown = plan(small, *arguments, "--schedule", schedule)
         assert status == 0, shown
         assert ("schedule vertical;" in shown) == (schedule == "vertical")
-        assert ("each is gathered once in forward" in shown) == (schedule == "vertical")
+        assert ("each unit is gathered once in forward" in shown) == (schedule == "vertical")
         records.append(json.loads((tmp_path / "plan.json").read_text()))
         assert records[-1]["plan"]["job"]["schedule"] == schedule
     horizontal, vertical = (record["plan"] for record in records)
@@ -470,10 +470,10 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--gpus", "-1"], "--gpus -1 must be at least 0"),
         (["--cores", "0"], "--cores 0 must be at least 1"),
         (["--lora", "0"], "--lora 0 must be at least 1"),
-        (["--drives", "0"], "--drives 0 beside --nvme-read, --nvme-write, which need a drive"),
+        (["--drives", "0"], "--drives 0 with --nvme-read, --nvme-write, which need a drive"),
         (["--drives", "0", "--tbw", "5", "--nvme-size", "1TB"], "--nvme-size, --tbw, which need"),
         (["--drives", "0", "--durable", "--optim", "nvme"], "--durable, --optim nvme, which need"),
-        (["--durable", "--generations", "1"], "--generations 1 beside --durable"),
+        (["--durable", "--generations", "1"], "--generations 1 with --durable"),
         (["--resident", "params=1TiB"], "--resident params=1.0 TiB is more than the model has"),
         (["--resident", "params=64MiB", "--ram", "32MiB"], "more than the machine has RAM"),
         (["--tile-linears", "5000"], "--tile-linears 5000 is more than the 4096 outputs"),
@@ -499,7 +499,7 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--flops-peak", "0"], "--flops-peak 0.0: give a positive number"),
         (["--pcie-host", "none"], "--pcie-host none: give GB/s"),
         (["--peers", "-1"], "--peers -1: give GB/s"),
-        (["--update-on", "device", "--gpus", "0"], "there is no other device than the CPU"),
+        (["--update-on", "device", "--gpus", "0"], "the CPU is the only device"),
         (["--tile-linears", "1"], "--tile-linears 1 must be at least 2; leave it out to cut"),
         (["--tile-loss", "1"], "--tile-loss 1 must be at least 2"),
         (["--tile-experts", "0"], "--tile-experts 0 must be at least 1"),

@@ -212,7 +212,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     # A run that has ended does so again, and its records stay.
     status, shown = train([*arguments, "--resume"])
     assert status == 0, shown
-    assert f"all {STEPS} steps had been taken already" in shown
+    assert f"earlier processes have taken all {STEPS} steps" in shown
     assert len(records(out, "summary")) == 1
     status, shown = train([*arguments, "--resume", "--lr", "1", "--seed", "5"])
     assert status == 2
@@ -519,7 +519,7 @@ def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_r
         status, shown = train([*arguments, "--resume"])
         assert status == 0, shown
         assert shown.count("the end of the run is repeated: a drive had a fault") == again
-        assert f"all {STEPS} steps had been taken already" in shown
+        assert f"earlier processes have taken all {STEPS} steps" in shown
         assert [records(out, kind) for kind in ("step", "held_out", "summary")] == before
         # The second finds it.
         assert begun == [STEPS]
@@ -628,7 +628,7 @@ def test_a_fill_that_was_killed_goes_on_to_the_same_bits(place: Path, tmp_path: 
     with Counted() as counted:
         status, shown = train(arguments)
     assert status == 0, shown
-    assert "nothing was committed or saved yet: training begins" in shown
+    assert "no step was committed or saved yet: training begins" in shown
     assert 0 < counted.bytes < WEIGHTS_BYTES
     assert {path.name for path in (drive / "infinity-run").glob("states-*")} == before
     is_whole(place, out)
@@ -642,7 +642,7 @@ def test_a_run_that_goes_away_leaves_no_run_without_values(
     monkeypatch.setattr(command, "find_source", lambda _options, _directories: gone)
     status, shown = train([*common(place), "--out", str(tmp_path / "out"), *durable])
     assert status == 2
-    assert f"{tmp_path} held a durable run a moment ago" in shown
+    assert f"{tmp_path} has just been removed" in shown
     names = {path.name for path in (tmp_path / "infinity-run").iterdir()}
     assert names == {"lock.rank0"}
 
@@ -814,7 +814,7 @@ def test_the_later_step_is_gone_on_with(
         assert find_source(options(*given), [drive]) is None
         return
     with pytest.raises(
-        ValueError, match=r"holds a .* already: continue it by --resume; .* another directory"
+        ValueError, match=r"already holds a .*: continue it by --resume; .* another directory"
     ) as refused:
         find_source(options(*given), [drive])
     # Following the error's advice loses nothing.
@@ -899,7 +899,7 @@ def test_a_run_that_signals_stop_again_and_again_has_the_same_bits(
         assert (out / "report.html").exists() == (step > 0)
     status, shown = train(arguments)
     assert status == 0, shown
-    assert f"all {STEPS} steps had been taken already" in shown
+    assert f"earlier processes have taken all {STEPS} steps" in shown
     is_whole(place, out)
 
 
@@ -950,7 +950,7 @@ def test_a_run_that_has_ended_goes_on_with_more_steps(place: Path, tmp_path: Pat
     trained("whole", "--steps=4", "--warmup=9")
     trained("more", "--steps=2", "--warmup=9")
     shown = trained("more", "--steps=4", "--warmup=9", "--resume")
-    assert "the learning rate is that of a run of 4 steps; until now it was that of 2" in shown
+    assert "follows the schedule of 4 steps; before, it followed that of 2" in shown
     figures = ("step", "loss", "lr", "grad_norm")
     assert rows("more", "step", *figures) == rows("whole", "step", *figures)
     # The loss between them is kept.
@@ -963,7 +963,7 @@ def test_a_run_that_has_ended_goes_on_with_more_steps(place: Path, tmp_path: Pat
     given = [*left_out, *short, "--out", str(tmp_path / "more"), "--resume", "--save-every", "4"]
     status, shown = train(given)
     assert status == 0, shown
-    assert "all 4 steps had been taken already" in shown
+    assert "earlier processes have taken all 4 steps" in shown
     before = contents(tmp_path / "more" / "checkpoint")
     status, shown = train([*given, "--steps", "3"])
     assert status == 2, shown

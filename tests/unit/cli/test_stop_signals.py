@@ -80,7 +80,7 @@ def test_what_comes_twice_within_moments_is_one_signal(
     # torchrun sends it to ranks that end a moment later than the first.
     left = signal.signal(signal.SIGTERM, before)
     assert left == (signal.SIG_IGN if launched else before)
-    assert capfd.readouterr().err.count("infinity: SIGTERM: stopping when") == 1
+    assert capfd.readouterr().err.count("infinity: SIGTERM: stopping after") == 1
 
 
 def test_a_signal_before_training_ends_it_at_once_or_where_training_begins() -> None:

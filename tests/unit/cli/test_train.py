@@ -336,7 +336,7 @@ def test_a_cpu_without_bf16_instructions_computes_in_float32(
     monkeypatch.setattr(command, "bf16_instructions", lambda: ("amx_bf16",))
     status, shown = train(model_directory, *arguments, "--save-every", "2", "--resume")
     assert status == 0, shown
-    assert "all 2 steps had been taken already" in shown
+    assert "earlier processes have taken all 2 steps" in shown
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +433,7 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--nvme", "gone", "--params", "nvme"], "gone does not exist; create it, or name another"),
         (["--seq", "5000"], "--seq"),
         (["--steps", "0"], "--steps"),
-        (["--epochs", "2"], "--steps 6 and --epochs 2 both say how long the run is; give one"),
+        (["--epochs", "2"], "--steps 6 and --epochs 2 both set the length of the run; give one"),
         (["--tile-linears", "1"], "-linears 1 must be at least 2; leave it out to cut nothing"),
         (["--tile-loss", "1"], "--tile-loss 1 must be at least 2; leave it out to cut nothing"),
         (["--tile-experts", "0"], "--tile-experts 0 must be at least 1"),
@@ -583,7 +583,7 @@ def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     status, shown = train(tmp_path, "--text", text, "--out", tmp_path / "out")
     assert status == 2
-    assert "has no *.safetensors; download them, or convert what it has" in shown
+    assert "has no *.safetensors; download them, or convert other weights" in shown
     status, shown = train(tmp_path, "--text", text, "--out", tmp_path)
     assert status == 2
     assert "is the directory of the model, which the trained model would replace" in shown
