@@ -198,8 +198,8 @@ def test_any_damage_gives_the_promised_result(
             masks = damaged_elements(manifests[at], lost[at])
             missing = {name: mask & masks[name] for name, mask in missing.items()}
         for each in found.damaged:
-            told = [at for at in (3, 2) if f"it is of step {at} instead" in each.reason]
-            gone = "no older commit has it" in each.reason
+            told = [at for at in (3, 2) if f"replaced by the values of step {at}" in each.reason]
+            gone = "no older commit has the values" in each.reason
             assert len(told) + gone == 1, each.reason
     else:
         assert not found.damaged
@@ -222,7 +222,7 @@ def test_an_ordinary_save_has_no_older_one_and_says_so(tmp_path: Path) -> None:
     found = inf.restore(model, optimizer, tmp_path / "saved", damaged="from-older")
     assert found.step == 1
     assert found.damaged
-    assert all("there is no older commit here" in each.reason for each in found.damaged)
+    assert all("there is no older commit" in each.reason for each in found.damaged)
     close(model)
 
 
@@ -278,7 +278,7 @@ def test_a_start_on_full_drives_drops_the_older_commit(
     die(model)
     for begun in (3, 4):
         model, optimizer = made(place, generations=3)
-        assert "the drives lack space besides the commits of an earlier process" in caplog.text
+        assert "the drives lack space, so only the newest commit" in caplog.text
         assert inf.restore(model, optimizer, place).step == begun
         assert digest(model) == wanted[begun]
         step(model, optimizer, begun, 0)

@@ -286,7 +286,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_both(
     given = arguments(place, tmp_path, "--batch=1", "--save-every=1")
     told = on_ranks(functools.partial(saving, given=given), tmp_path / "ranks", 2)
     texts = [
-        ["another save into this directory is under way", "another rank failed to write"],
+        ["another save into this directory is running", "another rank failed to write"],
         ["another rank cannot save", "MemoryError"],
     ]
     for rank in range(2):

@@ -1,5 +1,5 @@
-"""A checkpoint's directory: the names of its files, its whole generations, and writes after which a
-crash leaves each file whole or not at all.
+"""A checkpoint's directory: names of files, whole generations, and crash-safe writes, which leave a
+file whole or not at all.
 
     manifest-<generation>.rank<r>   data-<generation>.rank<r>
     buffers-<generation>.rank<r>    extra-<generation>.rank<r>    table-<generation>.rank<r>
@@ -64,8 +64,7 @@ def is_of(path: Path, rank: int) -> bool:
 
 def next_generation(directory: Path) -> int:
     """Return an unused generation number."""
-    # Over all files, not manifests alone: leftovers of a save that died must not be mixed with the
-    # new save's files.
+    # Files without a manifest count, too: a new save must not mix with a dead save's files.
     return max((generation for _, generation in files_of(directory)), default=0) + 1
 
 
@@ -80,7 +79,7 @@ def generations(directory: Path) -> list[int]:
 def begun_commits(directory: Path) -> list[int]:
     """List the generations in which at least one rank's manifest has its final name, newest first.
 
-    A running or interrupted save has only partial names, and is omitted.
+    Running and interrupted saves have only partial names, and are omitted.
     """
     found = {
         number
@@ -93,24 +92,24 @@ def begun_commits(directory: Path) -> list[int]:
 def read_generation(directory: Path, generation: int) -> list[Manifest]:
     """Read the manifests of all ranks of one generation.
 
-    Raises: AioError with ENOENT for a missing manifest, by which `newest_generation` tries an older
-    generation; AioError without an errno for a manifest of another save, which `newest_generation`
-    reports; ChecksumError for a damaged manifest. The error names the manifest.
+    Raises: AioError with ENOENT for a missing manifest (`newest_generation` then tries an older
+    generation); AioError without an errno for a manifest of another save (`newest_generation`
+    raises it); ChecksumError for a damaged manifest. The error names the manifest.
     """
     return _of_all_ranks(directory, generation, read_manifest)
 
 
 def read_heads(directory: Path, generation: int) -> list[Head]:
-    """Read the heads of all ranks' manifests of one generation: a fraction of the memory, and no
-    tables of chunks. `optimizers` is equal in all manifests: only the first head keeps it.
+    """Read the heads of all ranks' manifests of one generation, without tables of chunks, in a
+    fraction of the memory. `optimizers` is equal in all manifests: only the first head has it.
 
-    Raises: as `read_generation`; damage inside of a table is not seen.
+    Raises: as `read_generation`, but does not detect damage inside of a table.
     """
     return _of_all_ranks(directory, generation, _read_lean)
 
 
 def _of_all_ranks(directory: Path, generation: int, read: Callable[[Path], _Kind]) -> list[_Kind]:
-    # Rank 0 is in every save; its manifest says how many ranks there are.
+    # Every save has rank 0, whose manifest gives the number of ranks.
     first = read(directory / manifest_name(generation, 0))
     manifests = [first]
     for rank in range(1, first.world):
@@ -129,15 +128,15 @@ def newest_generation(directory: Path) -> list[Manifest]:
     """Read the manifests of the newest whole generation. A generation that lacks a rank's manifest
     was never committed.
 
-    Raises: AioError (ENOENT) if there is none; ChecksumError for a damaged manifest, which is never
-    skipped silently.
+    Raises: AioError (ENOENT) without a whole generation; ChecksumError for a damaged manifest, for
+    which no older generation is read.
     """
     return _newest(directory, read_generation)
 
 
 def newest_heads(directory: Path) -> list[Head]:
     """Read the heads of the newest whole generation, as `read_heads`. Raises: as
-    `newest_generation`; damage inside of a table is not seen.
+    `newest_generation`, but does not detect damage inside of a table.
     """
     return _newest(directory, read_heads)
 
@@ -159,10 +158,10 @@ def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_
         try:
             return read(directory, generation)
         except AioError as error:
-            # Damage is reported, not skipped: an older generation would silently lose steps.
+            # Raise damage: reading an older generation would silently lose steps.
             if error.errno != errno.ENOENT:
                 raise
-            # The error of the newest generation helps the user most.
+            # Keep the error of the newest generation, which helps the user most.
             missing = missing or error
     raise AioError(
         "there is no whole checkpoint" + (f" ({missing})" if missing else ""),
@@ -175,14 +174,14 @@ def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_
 def read_manifest(path: Path) -> Manifest:
     """Read one manifest. Raises: AioError, ChecksumError, ValueError."""
     manifest = Manifest.decode(_read(path), str(path), lambda file: _named(path, file))
-    # The digest says that the bytes are as written, not that an engine wrote them.
+    # The digest shows that the bytes are unchanged, not that an engine wrote them.
     check_manifest(manifest, str(path))
     return manifest
 
 
 def read_head(path: Path) -> Head:
-    """Read one manifest without its chunks; of its table, the length alone is checked. Raises:
-    AioError, ChecksumError, ValueError.
+    """Read one manifest without its chunks, and check the length of its table. Raises: AioError,
+    ChecksumError, ValueError.
     """
     head = Head.decode(_read(path), str(path))
     check_head(head, str(path))
@@ -205,8 +204,8 @@ def _named(manifest: Path, file: FileEntry) -> bytes:
 
 @contextlib.contextmanager
 def _needed(manifest: Path, file: FileEntry) -> Iterator[None]:
-    """Replace ENOENT of a missing file that a manifest needs: the generation is damaged, not
-    absent.
+    """Replace ENOENT of a missing file that a manifest names by an error without errno: the
+    generation is damaged, not absent.
     """
     try:
         yield
@@ -221,27 +220,30 @@ def _needed(manifest: Path, file: FileEntry) -> Iterator[None]:
 
 
 def read_attachment(directory: Path, file: FileEntry) -> bytes:
-    """Read a whole small file. Raises: AioError where it is missing or shorter, ChecksumError where
-    it is damaged.
+    """Read a whole small file. Raises: AioError if the file is missing or too short, ChecksumError
+    if it is damaged.
     """
     path = directory / file.name
     data = _read(path, file.size_bytes)
     if xxhash.xxh3_128_hexdigest(data) != file.digest:
         raise ChecksumError(
-            "the contents differ from those written", path=str(path), op="read", length=len(data)
+            "the contents have changed since they were written",
+            path=str(path),
+            op="read",
+            length=len(data),
         )
     return data
 
 
 def check_length(path: Path, file: FileEntry) -> None:
-    """Raise AioError for a file that is missing, or shorter than it was."""
+    """Raise AioError for a file that is missing, or shorter than its entry."""
     try:
         size = path.stat().st_size
     except OSError as error:
         raise AioError(
             "a file of a checkpoint is missing", errno=error.errno or 0, path=str(path), op="open"
         ) from error
-    # A longer file is valid: a run's file may have grown since.
+    # A longer file is valid: a run's file may have grown since the commit.
     if size < file.size_bytes:
         raise AioError(
             f"the file was cut short: it has {size} bytes of {file.size_bytes}",
@@ -253,44 +255,45 @@ def check_length(path: Path, file: FileEntry) -> None:
 
 
 def write_attachment(directory: Path, name: str, *parts: bytes | memoryview) -> FileEntry:
-    """Write a small file, and return when it is on the drive. parts: its bytes. Raises:
-    SwapFullError, DeviceFailedError, AioError.
+    """Write a small file, and return when the file is on the drive. parts: the file's bytes.
+    Raises: SwapFullError, DeviceFailedError, AioError.
     """
     path = directory / name
     size, digest = sum(len(part) for part in parts), xxhash.xxh3_128()
-    # `open_new` unlinks a file of this name that an interrupted save left. The new file gets
+    # `open_new` unlinks a file of this name that an interrupted save left, and gives the new file
     # default permissions.
     with typed_errors(path, "write", size), open_new(path) as file:
         for part in parts:
             digest.update(part)
             write_all(file, part)
-        # Before another file names it: a manifest must not outlive the bytes that it names.
+        # Flush before a manifest names the file: a crash must not keep only the manifest.
         os.fsync(file.fileno())
     return FileEntry(name, size, digest.hexdigest())
 
 
 def sync_directory(directory: Path) -> None:
-    """Block until the names in a directory are on the drive. Raises: DeviceFailedError, AioError
-    (`fsync_directory`: OSError).
+    """Block until the names in a directory are on the drive. Raises: DeviceFailedError,
+    AioError.
     """
     with typed_errors(directory, "fsync", 0):
         fsync_directory(directory)
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory, and its name durable. Raises: ValueError for a path that is something
-    else, AioError.
+    """Make a directory with a durable name. Raises: ValueError for a path that is a file,
+    AioError.
     """
     check_link(directory)
     if directory.exists() and not directory.is_dir():
         raise ValueError(
-            f"directory={str(directory)!r} is a file, and a checkpoint is a directory: name another"
+            f"directory={str(directory)!r} is a file, and a checkpoint is a directory: name "
+            "another path"
         )
     with typed_errors(directory, "open", 0):
-        # Checked before it is made: only a new name must be flushed.
+        # Only a new name must be flushed.
         made = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-    # Otherwise a crash may remove the directory, and the checkpoint with it.
+    # Without the flush, a crash could remove the directory with the checkpoint.
     if made:
         sync_directory(directory.parent)
 
@@ -302,10 +305,10 @@ def remove(paths: list[Path]) -> None:
 
 
 class DirectoryLock:
-    """A lock of the directory that a checkpoint is written into.
+    """A lock of the directory of a checkpoint that is being written.
 
-    Without it a second writer would use the same numbers, and remove the first writer's files.
-    Raises: AioError (EWOULDBLOCK) while another save of any process on this machine holds it. On a
+    Without the lock a second writer would use the same numbers, and remove the first writer's
+    files. Raises: AioError (EWOULDBLOCK) while another save on this machine holds the lock. On a
     file system without locks nothing is locked.
     """
 
@@ -313,21 +316,21 @@ class DirectoryLock:
         with typed_errors(directory, "open", 0):
             self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # On the directory itself: no lock file stays behind, and it ends with the process.
+            # Lock the directory itself: no lock file stays, and the lock ends with the process.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._fd)
             raise AioError(
-                "another save into this directory is under way: wait for it, or give each model a "
-                "separate directory",
+                "another save into this directory is running: wait for its end, or give each model "
+                "a separate directory",
                 errno=errno.EWOULDBLOCK, path=str(directory), op="open",
             ) from error  # fmt: skip
         except OSError as error:
-            # A file system without locks: the save continues without one.
+            # On a file system without locks the save continues without a lock.
             log.debug("%s cannot be locked: %s", directory, error)
 
     def release(self) -> None:
-        # Closing is not enough: a forked process may also have it open.
+        # Closing is not enough: a forked process may also have the directory open.
         with contextlib.suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
@@ -335,14 +338,13 @@ class DirectoryLock:
 
 @contextlib.contextmanager
 def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
-    """Turn an OSError inside into the AioError that names path and length."""
+    """Turn an OSError of the body into an AioError that names path and length."""
     try:
         yield
     except AioError:
         raise
     except OSError as error:
-        # The class implies the fix. SwapFullError: free space; DeviceFailedError: check the drive;
-        # AioError: anything else.
+        # The class implies the fix. SwapFullError: free space; DeviceFailedError: check the drive.
         code = error.errno or 0
         kind: type[AioError] = AioError
         if code in _NO_ROOM:
@@ -357,15 +359,15 @@ def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
 def _read(path: Path, size_bytes: int | None = None) -> bytes:
     """Read a whole regular file. size_bytes: the required size; None: unknown. Raises: AioError."""
     try:
-        # O_NONBLOCK: a FIFO of that name must not block the reader.
+        # O_NONBLOCK: a FIFO with the file's name must not block the reader.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as opened:
             status = os.fstat(fd)
-            # A device of that name may have no end.
+            # Reading a device may never end.
             if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "no regular file")
-            # Before reading, so that an interrupted copy by the user is reported as short, not as
-            # damaged.
+                raise OSError(errno.EINVAL, "not a regular file")
+            # Checked before reading, so that a user's interrupted copy is reported as too short,
+            # not as damaged.
             if size_bytes is not None and status.st_size != size_bytes:
                 raise AioError(
                     f"the file has {status.st_size} bytes, not {size_bytes}",

@@ -1,14 +1,14 @@
-"""Find the files from which `from_pretrained` takes the weights of a directory, and their tensors.
+"""Finds the files from which `from_pretrained` reads the weights of a directory, and their tensors.
 
     adapter_config.json, shard-*-model-*.safetensors        refused
     "transformers_weights" of config.json                   a file, or an index
-    model.safetensors                                       alone, even beside an index
+    model.safetensors                                       alone, even if there is an index
     model.safetensors.index.json                            all tensors of its files
     pytorch_model.bin, model.VARIANT.safetensors            refused
     *.safetensors                                           each tensor once
 
-The first line that applies decides, as in transformers, which lacks only the last line: it takes no
-files of other names.
+The first line that applies decides, as in transformers. Only the last line is an addition:
+transformers ignores files of other names.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _SHARD = r"(-\d{5}-of-\d{5})"
 _VARIANT = re.compile(
     rf"model{_SHARD}?\.(?:safetensors\.index\.)?(?P<variant>[^.]+?){_SHARD}?\.(?:safetensors|json)"
 )
-"""Weights, their shards and indices that `from_pretrained` takes only with variant=. Releases of
-transformers put the shard's number before the variant, or behind it.
+"""Names of weights, shards and indices that `from_pretrained` reads only with variant=. Releases of
+transformers put the shard's number before or after the variant.
 """
 
 
 def open_safetensors(model: Any, path: Path) -> StoredTensors:
-    """Open the files that `from_pretrained(path)` reads, or the one file or index that `path` is.
+    """Open the files that `from_pretrained(path)` reads; if `path` is a file or index, open that.
 
     Raises: FileNotFoundError; WeightsError for weights that cannot be read tensor by tensor, for
     directories from which `from_pretrained` makes another model, and as `SafetensorsFiles`.
     """
     if not path.is_dir():
         _refuse_format(path)
-        # An index that the user names counts as the index of its directory does.
+        # An index that the user names is read like the index of a directory.
         return _joined(path, path.parent, path, ()) if is_index(path) else SafetensorsFiles(path)
     _refuse_adapter(path)
     _refuse_distributed(path)
@@ -66,10 +66,11 @@ def open_safetensors(model: Any, path: Path) -> StoredTensors:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """Read the config.json of a directory, or of a file's directory; None if there is none. If it
-    lists a configuration for each release of transformers, read that of the installed release.
+    """Read the config.json of a directory, or of a file's directory; None without such a file. If
+    config.json lists a configuration for each release of transformers, read the installed
+    release's.
 
-    Raises: WeightsError for a file that is no JSON object.
+    Raises: WeightsError for a file that is not a JSON object.
     """
     directory = path if path.is_dir() else path.parent
     found = read_object(directory / "config.json")
@@ -87,11 +88,11 @@ def read_object(file: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(file.read_text("utf-8"))
         if not isinstance(found, dict):
-            raise TypeError(f"it is a {type(found).__name__}, not an object")
+            raise TypeError(f"a {type(found).__name__} instead of an object")
     except (ValueError, TypeError, RecursionError) as error:
         raise WeightsError(
-            f"{file}: it cannot be read ({error}), and may say which files have the weights and "
-            "that they are quantized; copy or download it again",
+            f"{file} cannot be read ({error}); the file may name the weights and their "
+            "quantization: copy or download it again",
             path=str(file),
         ) from error
     return found
@@ -108,9 +109,9 @@ def _named_by_config(model: Any, path: Path) -> Path | None:
     if name is None:
         return None
     says = f'{source} has "transformers_weights": {json.dumps(name, default=str)}'
-    fix = "name a file of safetensors or its index there, or remove the entry"
+    fix = "name a file of safetensors or an index instead, or remove the entry"
     if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
-        raise WeightsError(f"{says}, which is no safetensors; {fix}", path=str(path))
+        raise WeightsError(f"{says}, which is not safetensors; {fix}", path=str(path))
     if not (path / name).resolve().is_relative_to(path.resolve()):
         raise WeightsError(f"{says}, which leads out of {path}; {fix}", path=str(path))
     if not (path / name).is_file():
@@ -119,8 +120,8 @@ def _named_by_config(model: Any, path: Path) -> Path | None:
 
 
 def _joined(label: Path, directory: Path, chosen: Path, extra: Iterable[str]) -> StoredTensors:
-    """Return all tensors of a file, or of the files of an index, and of the `extra` files that are
-    there. A tensor that the index does not list counts, too.
+    """Return all tensors of a file, or of the files of an index, and of the existing `extra` files,
+    including tensors that the index does not list.
     """
     weight_map: Mapping[str, str] = {}
     if is_index(chosen):
@@ -134,11 +135,12 @@ def _joined(label: Path, directory: Path, chosen: Path, extra: Iterable[str]) ->
     for file, tensors in headers.items():
         for name, tensor in tensors.items():
             before = found.get(name)
-            # transformers takes the tensor of the last file. That is right if the index says so.
+            # transformers uses the tensor of the last file, which is right if the index names that
+            # file.
             if before is not None and weight_map.get(name) != file:
                 raise WeightsError(
                     f"{label} has {name} in {before.path.name} and in {file}: from_pretrained "
-                    f"takes the one in {file}, and {_says(weight_map, name)}; drop one of them",
+                    f"reads it from {file}, and {_says(weight_map, name)}; drop one of them",
                     path=str(label),
                     tensors=(name,),
                 )
@@ -147,8 +149,8 @@ def _joined(label: Path, directory: Path, chosen: Path, extra: Iterable[str]) ->
     if lost:
         places = {weight_map[name] for name in lost}
         raise WeightsError(
-            f"{listed(sorted(places))} of {label} does not have {listed(lost)}, though the index "
-            "says so; copy or download it again",
+            f"{listed(sorted(places))} of {label} does not have {listed(lost)}, although the index "
+            "lists it; copy or download the file again",
             path=str(directory / weight_map[lost[0]]),
             tensors=tuple(lost),
         )
@@ -156,7 +158,7 @@ def _joined(label: Path, directory: Path, chosen: Path, extra: Iterable[str]) ->
 
 
 def _says(weight_map: Mapping[str, str], name: str) -> str:
-    return f"the index says {weight_map[name]}" if name in weight_map else "no index says so"
+    return f"the index names {weight_map[name]}" if name in weight_map else "no index lists it"
 
 
 # -- refused ---------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def _refuse_adapter(path: Path) -> None:
         fix = f"load= the directory of {base}"
         what = f"{base} with an adapter"
     raise WeightsError(
-        f"{path} has {file.name}, by which from_pretrained gives {what}; {fix}, and add the "
+        f"{path} has {file.name}, with which from_pretrained returns {what}; {fix}, and add the "
         "adapter by peft afterwards",
         path=str(file),
     )
@@ -196,14 +198,14 @@ def _is_shard(found: re.Match[str]) -> bool:
 
 
 def _refuse_other_weights(path: Path) -> None:
-    """Raise WeightsError for a directory without model.safetensors and its index, in which
-    `from_pretrained` would take files that cannot be read here.
+    """Raise WeightsError for a directory without model.safetensors and index, if `from_pretrained`
+    would read files that cannot be read tensor by tensor.
     """
     for name in _PICKLED:
         _refuse_format(path / name)
     found = [each for file in path.iterdir() if (each := _VARIANT.fullmatch(file.name))]
     if found:
-        # A shard has a part of the weights: its index is the file to name.
+        # A shard has only a part of the weights, so the message names the index instead.
         first = min(found, key=lambda each: (_is_shard(each), each.string))
         file, variant = path / first.string, first["variant"]
         index = path / f"model.safetensors.index.{variant}.json"
@@ -211,8 +213,8 @@ def _refuse_other_weights(path: Path) -> None:
         if _is_shard(first):
             advice = f"name its index, {index}, which is missing: copy or download it"
         raise WeightsError(
-            f"{path} has {file.name} and no {_SINGLE}: from_pretrained takes it with "
-            f"variant={variant!r} alone; {advice}",
+            f"{path} has {file.name} and no {_SINGLE}: from_pretrained reads it only with "
+            f"variant={variant!r}; {advice}",
             path=str(file),
         )
     if not any(path.glob("*.safetensors")):

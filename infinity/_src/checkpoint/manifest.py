@@ -1,30 +1,30 @@
-"""The manifest: the states of one rank, and the places of their chunks. One file,
-`manifest-<generation>.rank<r>`; no tensors.
+"""The manifest describes the states of one rank, and the places of their chunks. It is the file
+`manifest-<generation>.rank<r>`, without tensors.
 
     magic, version, lengths | layout (JSON) | state (JSON) | rows (ROW) | checksums (uint32)
     | xxh3_128 of all before
 
-`layout` changes only when the model, its formats or its ranks do, and is encoded once. `state`
-changes with every step. A row says where one chunk of the rank's shard lies, or some of its
-sections (section_at >= 0), in one extent of one file. The sections of a chunk may be split over
-several rows; together these have every section once.
+`layout` changes only with the model, its formats or its ranks, and is encoded once. `state` changes
+with every step. A row gives the place of one chunk of the rank's shard, or of some of the chunk's
+sections (section_at >= 0), in one extent of one file. The sections of a chunk may be divided over
+several rows, which together have every section once.
 
 A generation of a directory is valid when all its ranks have a readable manifest of the same save.
 There is no other commit record.
 
-A manifest of a durable run (version 3) has the chunks in two parts, and no layout:
+A manifest of a durable run (version 3) has no layout, and its chunks are described in two parts:
 
     magic, version, lengths | state (JSON) | marks (Marks) | xxh3_128 of all before
     table-<generation>.rank<r>:   magic, version, lengths | layout (JSON) | TABLE
 
-`state` names the table, which is written when a place changes, and its xxh3_128.
+`state` has the name and the xxh3_128 of the table, which is written when a place changes.
 
-The checksum proves that the bytes are as they were written, not that an engine wrote them, and
-numbers in a manifest become addresses and lengths. So `check_manifest` refuses every number that
-leads out of its file, its table of checksums or its shard.
+The checksum proves that the bytes are unchanged, not that an engine wrote them, and numbers in a
+manifest become addresses and lengths. So `check_manifest` refuses every number that would lead out
+of its file, its table of checksums or its shard.
 
-Small values of optimizers are retained exactly, as JSON, which is never executed. None, bool, int,
-float, str and lists are plain (floats to the last bit); other types are tagged:
+Small values of optimizers are stored exactly, as JSON, which is never executed. None, bool, int,
+float, str and lists are plain JSON (floats to the last bit); other types are tagged:
 
     {"tuple": [...]}   {"dict": [[key, value], ...]}
     {"tensor": "float32", "shape": [...], "hex": "..."}
@@ -55,8 +55,8 @@ from infinity.aio import Format
 from infinity.errors import AioError, ChecksumError
 
 VERSION: Final = 3
-"""Version of manifests with a separate table. A manifest without one has version 2 if a row has
-`zeros`, and otherwise version 1, which earlier releases read."""
+"""Version of manifests with a separate table. A manifest without a table has version 2 if a row has
+`zeros`, and otherwise version 1, which earlier releases can read."""
 PIECE_BYTES: Final = 65536
 """Bytes per checksum of a padded row."""
 TENSOR_BYTES_MAX = 4096
@@ -100,7 +100,7 @@ class ParamEntry(_Named):
 
 @dataclasses.dataclass(frozen=True)
 class FlatEntry:
-    """Parameters that lie together, split over the ranks in shards of `shard_numel`."""
+    """Parameters of one flat, which is divided over the ranks into shards of `shard_numel`."""
 
     unit: str
     dtype: str
@@ -119,12 +119,13 @@ class FlatEntry:
 
     @property
     def widths(self) -> tuple[list[int], list[int]]:
-        """itemsize and group_numel of SECTION_MAX sections, those that the format lacks included.
+        """itemsize and group_numel of SECTION_MAX sections, including sections that the format
+        lacks.
         """
         return _widths_of(self.format, self.dtype)
 
 
-# Cached for all flats: a model has few formats, and thousands of flats.
+# Cached, since a model has few formats and thousands of flats.
 _format_of = functools.lru_cache(Format.of)
 
 
@@ -143,8 +144,8 @@ def _widths_of(code: int, dtype: str) -> tuple[list[int], list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOutEntry(_Named):
-    """A frozen parameter that the save left out, as it is in state dicts: the whole weight, if the
-    model has it in tiles.
+    """A frozen parameter that the save left out, with its shape in state dicts: that of the whole
+    weight if the model has tiles.
     """
 
     dtype: str
@@ -163,12 +164,12 @@ class Layout:
     @functools.cached_property
     def encoded(self) -> bytes:
         raw: dict[str, Any] = {
-            # Not by `asdict`, which copies every number of every shape.
+            # `asdict` would copy every number of every shape.
             "flats": [{**vars(flat), "params": [*map(vars, flat.params)]} for flat in self.flats],
             "numerics": self.numerics,
         }
-        # Earlier releases do not know the key: they refuse to restore, and name these parameters
-        # as missing.
+        # Earlier releases do not know this key. They report these parameters as missing, and refuse
+        # the restore.
         if self.left_out:
             raw["left_out"] = [dataclasses.asdict(entry) for entry in self.left_out]
         return _dumps(raw)
@@ -192,7 +193,8 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """A file that the manifest names. digest: xxh3_128 of its bytes; "" where rows have checksums.
+    """A file that the manifest names. digest: xxh3_128 of the file's bytes; "" if rows have
+    checksums of them.
     """
 
     name: str
@@ -204,7 +206,7 @@ class FileEntry:
 class OptimizerEntry:
     """One optimizer. groups: hyper-parameters (`values`) and names of parameters (`params`) of each
     group. params: small state (`state`) and names of the moments (`moments`) of each parameter.
-    Values are as `to_json` makes them.
+    Values are in the JSON of `to_json`.
     """
 
     title: str
@@ -215,11 +217,11 @@ class OptimizerEntry:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
     """One rank's part of one generation, without its chunks. save: a number that all ranks of a
-    save have in common. step: steps completed.
+    save share. step: number of completed steps.
 
-    files: files that the rows point into. buffers, extra: files of the model's buffers and of the
-    caller's values. algorithm: of the rows' checksums. table: in a durable run, the file with the
-    chunks' places; numbers: the numbers of `files` in this table.
+    files: files with the rows' extents. buffers, extra: files of the model's buffers and of the
+    caller's values. algorithm: algorithm of the rows' checksums. table: in a durable run, the file
+    with the chunks' places. numbers: the numbers of `files` in that table.
     """
 
     generation: int
@@ -270,7 +272,7 @@ class Head:
             return Head(**_state(data[at : at + state_bytes]))
 
     def parts_with(self, marks: Marks) -> list[Part]:
-        """Return the bytes of a durable run's file, part by part."""
+        """Return the bytes of a durable run's manifest, in parts."""
         assert self.table is not None
         text = self.state()
         header = _HEADER.pack(_MAGIC, VERSION, 0, len(text), len(marks.flags), len(marks.folded))
@@ -288,7 +290,7 @@ class Manifest(Head):
     def parts(self) -> list[Part]:
         # Readers of versions 1 and 2 would take folded checksums for checksums of pieces.
         assert not (self.rows["padded"] == FOLDED).any(), "these rows need a table"
-        # Encoded once for a run: a model of 20,000 parameters has a long layout.
+        # `encoded` is cached, since a model of 20,000 parameters has a long layout.
         texts = (self.layout.encoded, self.state())
         version = 2 if self.rows["zeros"].any() else 1
         header = _HEADER.pack(
@@ -305,8 +307,8 @@ class Manifest(Head):
         """Read a manifest from the bytes of its file. read: returns the verified bytes of a file
         that the manifest names.
 
-        Raises: ChecksumError naming `path` for damage; AioError for a file that is cut short or no
-        manifest; ValueError for a later version, or for values that no engine writes.
+        Raises: ChecksumError naming `path` for damage; AioError for a file that is too short or not
+        a manifest; ValueError for a later version, or for values that no engine writes.
         """
         version, layout_bytes, state_bytes, row_count, sum_count = _lengths(data, path)
         at = _HEADER.size + layout_bytes
@@ -329,27 +331,30 @@ class Manifest(Head):
 
 
 def _lengths(data: bytes, path: str) -> tuple[int, int, int, int, int]:
-    """Check the bytes of a manifest's file. Returns version, bytes of layout and of state, rows,
-    checksums.
+    """Check the bytes of a manifest's file. Returns (version, bytes of the layout, bytes of the
+    state, number of rows, number of checksums).
     """
-    # The digest covers everything before it.
+    # The digest covers all bytes before the digest.
     body = len(data) - _DIGEST_BYTES
-    # First: without a header there is no version to read.
+    # Checked first, since the version is in the header.
     if body < _HEADER.size or not data.startswith(_MAGIC):
         raise AioError(
-            "the file is no complete manifest of a checkpoint",
+            "the file is not a complete manifest of a checkpoint",
             path=path, op="read", length=len(data)
         )
     _, version, *lengths = _HEADER.unpack_from(data)
     if version > VERSION:
         raise ValueError(
-            f"{path} is a manifest of version {version}, this release reads up to {VERSION}; "
-            "use a later one"
+            f"{path} is a manifest of version {version}, and this release reads up to version "
+            f"{VERSION}; use a later release"
         )
-    # The version first: a later one may have another checksum.
+    # Checked after the version, since a later version may have another checksum.
     if xxhash.xxh3_128_digest(memoryview(data)[:body]) != data[body:]:
         raise ChecksumError(
-            "the manifest differs from the one written", path=path, op="read", length=len(data)
+            "the manifest has changed since it was written",
+            path=path,
+            op="read",
+            length=len(data),
         )
     layout_bytes, state_bytes, row_count, sum_count = lengths
     return version, layout_bytes, state_bytes, row_count, sum_count
@@ -364,13 +369,11 @@ def _as_written(path: str) -> Iterator[None]:
     except (
         KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, struct.error
     ) as error:  # fmt: skip
-        raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
+        raise ValueError(f"{path} is not a manifest that an engine wrote: {error}") from error
 
 
 def table_parts(layout: Layout, table: npt.NDArray[np.void]) -> list[Part]:
-    """Return the bytes of the file that a durable run's manifests name as their table, part by
-    part. table: TABLE [chunks].
-    """
+    """Return the bytes of the file of a durable run's table, in parts. table: TABLE [chunks]."""
     header = _TABLE_HEADER.pack(_TABLE_MAGIC, VERSION, len(layout.encoded), len(table))
     return [header, layout.encoded, table.view(np.uint8).data]
 
@@ -421,7 +424,7 @@ def content_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt
 def _content_bytes(
     rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
 ) -> npt.NDArray[np.int64]:
-    # Only the flats of these rows: a restore passes one row at a time.
+    # Only the flats of these rows, since some callers pass a single row.
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
     widths = section_widths([flats[number] for number in numbers.tolist()])[of_row]
     return extent_bytes(rows["numel"], widths)
@@ -438,8 +441,8 @@ def section_widths(flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
 def extent_bytes(
     numels: npt.NDArray[np.int64], widths: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Compute the bytes of so many elements in each section: [numels, SECTION_MAX]. widths: of the
-    flat of each number (`section_widths`).
+    """Compute the bytes of `numels` elements in each section: [numels, SECTION_MAX]. widths: the
+    widths (`section_widths`) of the flat of each number.
     """
     found: npt.NDArray[np.int64] = -(-numels[:, None] // widths[:, 1]) * widths[:, 0]
     return found
@@ -447,7 +450,7 @@ def extent_bytes(
 
 def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
     """Count the checksums of every section of rows: int64 [rows, SECTION_MAX]. A row's checksums
-    lie in the order of its sections.
+    are in the order of its sections.
     """
     return _in_blocks(_pieces_of, rows, flats)
 
@@ -486,7 +489,7 @@ def _dumps(value: Any) -> bytes:
 def _file(entry: dict[str, Any]) -> FileEntry:
     found = FileEntry(**entry)
     path = PurePosixPath(found.name)
-    # A manifest from elsewhere must not lead to files outside of its directory.
+    # A hostile manifest must not lead to files outside of its directory.
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in found.name:
         raise ValueError(
             f"a manifest names the file {found.name!r}, which is not in the checkpoint's directory"
@@ -510,11 +513,11 @@ def check_head(head: Head, path: str) -> None:
 def _refuse(problems: Iterator[str], path: str) -> None:
     try:
         found = next(problems, "")
-    # A value has another type than an engine writes.
+    # A value has a type that no engine writes.
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
         found = str(error) or type(error).__name__
     if found:
-        raise ValueError(f"{path} is no manifest that an engine wrote: {found}")
+        raise ValueError(f"{path} is not a manifest that an engine wrote: {found}")
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
@@ -581,7 +584,7 @@ def _wrong_left_out(manifest: Manifest) -> Iterator[str]:
 
 def _wrong_rows(manifest: Manifest) -> Iterator[str]:
     rows, flats = manifest.rows, manifest.layout.flats
-    # In this order: later checks compute with numbers that passed earlier ones.
+    # The order matters: later checks compute with numbers that earlier checks have passed.
     counts = {"flat": len(flats), "file": len(manifest.files), "padded": FOLDED + 1}
     for name, count in counts.items():
         if ((rows[name] < 0) | (rows[name] >= count)).any():
@@ -591,7 +594,7 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
     yield from _gaps(manifest)
     if len(rows) and len(flats):
         sizes = np.array([file.size_bytes for file in manifest.files], dtype=np.int64)[rows["file"]]
-        # By subtraction: an offset near 2^63 plus a length would wrap and pass for small.
+        # Subtract: the sum of an offset near 2^63 and a length would wrap around.
         room = sizes - rows["file_offset"]
         here = rows["section_at"] >= 0
         ends = np.where(here, section_bytes(rows, flats), 0)
@@ -602,15 +605,15 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
         bits = here.astype(np.int64) @ (1 << np.arange(SECTION_MAX))
         if (rows["zeros"] & ~np.where(rows["padded"] == PADDED, 0, bits)).any():
             yield "a row has zeros in missing sections"
-        # An address is computed from `sums_at`, so it must stay inside of the table.
+        # Addresses are computed from `sums_at`, so it must stay inside of the table.
         last = len(manifest.sums) - pieces_of(rows, flats).sum(axis=1)
         if ((rows["sums_at"] < 0) | (rows["sums_at"] > last)).any():
             yield "a row has missing checksums"
 
 
 def _gaps(manifest: Manifest) -> Iterator[str]:
-    """Find shards whose chunks do not cover them without gaps, from the start of the shard to the
-    end of its parameters.
+    """Find shards that chunks do not cover without gaps, from the start of the shard to the end of
+    its parameters.
     """
     flats, table = manifest.layout.flats, manifest.rows
     order = np.lexsort((table["start"], table["flat"]))
@@ -636,27 +639,27 @@ def _gaps(manifest: Manifest) -> Iterator[str]:
 
 
 def to_json(value: Any) -> Any:
-    """Turn a small value into JSON. Raises: ValueError naming the type of a value that JSON of this
-    form cannot represent.
+    """Convert a small value to JSON (the module's docstring describes the form). Raises: ValueError
+    naming the type of a value that this form cannot represent.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
         return value
     if isinstance(value, list):
         return [to_json(each) for each in value]
-    # JSON has only lists, and an optimizer's betas are a tuple.
+    # JSON has no tuples, and an optimizer's betas are a tuple.
     if isinstance(value, tuple):
         return {"tuple": [to_json(each) for each in value]}
     if isinstance(value, dict):
         return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
     if isinstance(value, torch.Tensor) and value.nbytes <= TENSOR_BYTES_MAX:
-        # Hexadecimal bytes, not decimal numbers, preserve every bit, also of NaNs.
+        # Hexadecimal bytes preserve every bit, also of NaNs, unlike decimal numbers.
         data = bytes_of(value).cpu().numpy().tobytes()
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "hex": data.hex()}
     if isinstance(value, torch.Tensor):
         raise ValueError(
-            f"a tensor of {value.nbytes} bytes is no small value: {TENSOR_BYTES_MAX} bytes at most"
+            f"a tensor of {value.nbytes} bytes is too large: {TENSOR_BYTES_MAX} bytes at most"
         )
-    # Numbers of numpy become plain ones.
+    # Convert numpy's numbers to Python's.
     item = getattr(value, "item", None)
     if callable(item) and type(item()) in (bool, int, float):
         return item()
@@ -667,7 +670,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Turn JSON of `to_json` back into the value. Raises: ValueError for anything else."""
+    """Convert JSON of `to_json` back to the value. Raises: ValueError for other JSON."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, dict):
@@ -684,15 +687,15 @@ def from_json(value: Any) -> Any:
 
 
 # -- rows and marks --------------------------------------------------------------------------------
-# The places of a rank's chunks as tables: the rows of a manifest; and, in two parts so that a
-# commit writes little, the places of a durable run.
+# Tables of the places of a rank's chunks: rows for checkpoints; for a durable run, a table and
+# marks, so that a commit writes little.
 #
-#     TABLE   both places of each chunk; written again when one of them changes, which steps do not
-#     Marks   what a step changes: which place is live, its generation, its checksums
-#     ROW     the two joined, as readers use them
+#     TABLE   both places of each chunk; written again when a place changes, which steps do not do
+#     Marks   changed by steps: which place is live, its generation, its checksums
+#     ROW     table and marks joined, for readers
 #
-# Marks have one checksum for each section of a chunk, taken of those of its pieces (`folded`): 25
-# bytes for a chunk of four sections, where rows with the checksums of all pieces would take 888.
+# Marks have one checksum for each section of a chunk, computed from the checksums of the section's
+# pieces (`folded`): 25 bytes for a chunk of four sections; checksums of all pieces would take 888.
 
 
 ROW: Final = np.dtype(
@@ -711,15 +714,15 @@ ROW: Final = np.dtype(
         ("zeros", "<i4"),
     ]
 )
-"""`start`: first element of the chunk in the shard. `sums_at`: index of its first checksum.
-`zeros`: bit s: section s of this row is all zeros and was never written; its bytes and checksums
-have no meaning. `padded`: how the checksums were computed:
+"""`start`: index in the shard of the chunk's first element. `sums_at`: index of the row's first
+checksum. `zeros`: bit s: section s of this row is all zeros and was never written; its bytes and
+checksums have no meaning. `padded`: how the checksums were computed:
 
-CHUNKED: as an executor computes them for a CHUNK: of all its sections, in pieces of PIECE_NUMEL
-elements, seeded by `key` and `generation`. PADDED: of each section of this row as a separate chunk:
-of its bytes up to the next multiple of 4096, in pieces of PIECE_BYTES, seeded by `key` + the
-section's index. So every byte of a file has a checksum. FOLDED: as CHUNKED, but with one checksum
-for each section, which is that of the pieces' checksums in order.
+CHUNKED: as an executor computes them for a CHUNK: for all sections, in pieces of PIECE_NUMEL
+elements, seeded by `key` and `generation`. PADDED: for each section of this row as a separate
+chunk: for the section's bytes up to the next multiple of 4096, in pieces of PIECE_BYTES, seeded by
+`key` + the section's index. So every byte of a file has a checksum. FOLDED: as CHUNKED, but with
+one checksum for each section: the checksum of the pieces' checksums in order.
 """
 CHUNKED, PADDED, FOLDED = range(3)
 
@@ -735,8 +738,8 @@ TABLE: Final = np.dtype(
         ("file", "<i4", (2,)),
     ]
 )
-"""A chunk of a durable run, with both its places. `file`: numbers of the run's files; manifests map
-them to names."""
+"""A chunk of a durable run, with both of its places. `file`: numbers of the run's files, which
+manifests map to names."""
 
 _SECOND: Final = 1 << 7
 """Bit in a mark's flags: the second place is the live one. The lower bits are ROW's `zeros`."""
@@ -746,8 +749,8 @@ _SECOND: Final = 1 << 7
 class Marks:
     """Record of one commit on the chunks of TABLE, in the order of the table.
 
-    generations: of the live places, uint64 [chunks]. flags: uint8 [chunks]. folded: one checksum
-    per section of each chunk, uint32.
+    generations: generations of the live places, uint64 [chunks]. flags: uint8 [chunks]. folded: one
+    checksum per section of each chunk, uint32.
     """
 
     generations: npt.NDArray[np.uint64]
@@ -763,7 +766,7 @@ class Marks:
         )
 
     def parts(self) -> list[memoryview]:
-        """Return the bytes of the arrays, little-endian, one after the other."""
+        """Return the bytes of each array, little-endian."""
         arrays = (
             self.generations.astype("<u8", copy=False),
             self.flags,
@@ -773,7 +776,7 @@ class Marks:
 
     @classmethod
     def decode(cls, data: bytes, offset: int, chunks: int, sums: int) -> Marks:
-        """Read the bytes of `parts` at `offset`. Raises: ValueError where there are fewer."""
+        """Read the bytes of `parts` at `offset`. Raises: ValueError if `data` is too short."""
         generations = np.frombuffer(data, "<u8", chunks, offset)
         flags = np.frombuffer(data, np.uint8, chunks, offset + generations.nbytes)
         folded = np.frombuffer(data, "<u4", sums, offset + generations.nbytes + flags.nbytes)
@@ -805,9 +808,9 @@ def joined(
     files: Sequence[int],
 ) -> npt.NDArray[np.void]:
     """Return the chunks as rows, whose checksums are `marks.folded`. sections: number of sections
-    of each flat. files: numbers of the files; rows["file"] is an index into them.
+    of each flat. files: numbers of the files; rows["file"] is an index into `files`.
 
-    Raises: ValueError where table and marks do not match.
+    Raises: ValueError if table and marks do not match.
     """
     if len(table) != len(marks.flags):
         raise ValueError(f"its table has {len(table)} chunks, not {len(marks.flags)}")
@@ -828,7 +831,7 @@ def joined(
     wanted = table["file"][at, live]
     order = np.argsort(known, kind="stable")
     found = np.searchsorted(known, wanted, sorter=order)
-    # -1: a file without a name, which `check_manifest` refuses.
+    # -1 marks a file without a name, which `check_manifest` refuses.
     rows["file"] = -1
     inside = np.flatnonzero(found < len(known))
     inside = inside[known[order[found[inside]]] == wanted[inside]]
@@ -839,8 +842,8 @@ def joined(
 def _fold(
     sums: npt.NDArray[np.uint64], pieces: npt.NDArray[np.int64], sections: int
 ) -> npt.NDArray[np.uint32]:
-    """Compute one checksum for each section of chunks, of the checksums of its pieces in order:
-    uint32 [chunks, sections]. sums: addresses of each chunk's uint32 [sections, pieces].
+    """Compute one checksum for each section of chunks, from the checksums of the section's pieces:
+    uint32 [chunks, sections]. sums: address of each chunk's checksums, uint32 [sections, pieces].
     """
     ffi, lib = native.load()
     folded: npt.NDArray[np.uint32] = np.zeros((len(sums), sections), dtype=np.uint32)

@@ -26,13 +26,12 @@ from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 
-# A restore compares them with those of the run that saved, and notes what differs.
 NUMERICS = ("state", "seed", "update", "grad_dtype", "reduce_dtype")
-"""Fields of the policy that affect numbers."""
+"""Fields of the policy that affect numbers. A restore notes differences from the saved run's."""
 
 
 def numerics_of(policy: Policy) -> dict[str, Any]:
-    """Return the policy's fields that affect numbers, as JSON."""
+    """Return the values of NUMERICS, as JSON."""
     values = {name: getattr(policy, name) for name in NUMERICS}
     return {
         name: dtype_name(value) if isinstance(value, torch.dtype) else value
@@ -43,13 +42,11 @@ def numerics_of(policy: Policy) -> dict[str, Any]:
 def layout_of(
     flats: Sequence[Flat], store: StateStore, policy: Policy, left_out: Sequence[Flat] = ()
 ) -> Layout:
-    """Describe the flats with the state formats that they have now. left_out: flats that are not
-    saved.
-    """
+    """Describe the flats with their present state formats. left_out: flats that are not saved."""
     entries = []
     for flat in flats:
         state_format = store[flat].format
-        # Spilled gradients are no part of a checkpoint.
+        # A checkpoint does not contain spilled gradients.
         if state_format.grad:
             state_format = state_format.with_grad(GradSection.NONE)
         params = tuple(
@@ -71,7 +68,7 @@ def layout_of(
 def _left_out(flats: Sequence[Flat]) -> tuple[LeftOutEntry, ...]:
     found: dict[str, LeftOutEntry] = {}
     for param in (param for flat in flats for param in flat.params):
-        # Tiles have the name of their weight, which is reported once.
+        # All tiles of a weight have the weight's name, which is reported once.
         found.setdefault(
             param.keys[0],
             LeftOutEntry(tuple(param.keys), tuple(param.whole_shape), dtype_name(param.dtype)),
@@ -89,8 +86,9 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
-                f"{type(optimizer).__name__} is no optimizer of infinity: give the inf.AdamW (SGD, "
-                "Lion, Elementwise) that holds the model's parameters, a list of them, or None"
+                f"{type(optimizer).__name__} is not an optimizer of infinity: give the inf.AdamW "
+                "(SGD, Lion, Elementwise) that holds the model's parameters, a list of such "
+                "optimizers, or None"
             )
     # A checkpoint is of one model, so an optimizer of two models would be saved in part.
     engine = units[0].engine if units else None
@@ -135,7 +133,7 @@ def describe_optimizer(
         records = [param_of(at_rest) for at_rest in group["params"]]
         values = {}
         for key, value in group.items():
-            # The parameters are listed by name, apart from the values.
+            # Parameters are listed by name, separately from the values.
             if key != "params":
                 try:
                     values[key] = to_json(value)
@@ -143,7 +141,7 @@ def describe_optimizer(
                     raise ValueError(f"{key!r} of parameter group {index}: {error}") from None
         groups.append({"values": values, "params": [record.name for record in records]})
         for record in records:
-            # A frozen parameter may be in a group and have no states.
+            # A frozen parameter in a group may have no states.
             if optimizer_of(record) is optimizer:
                 kept = dict(optimizer.state.get(record.at_rest, {}))
                 params[record.name] = {
@@ -154,8 +152,8 @@ def describe_optimizer(
 
 
 def buffer_bytes(model: torch.nn.Module) -> bytes | None:
-    """Encode the persistent buffers as safetensors; None where there are none. Raises: ValueError
-    for a buffer whose values need more than its shape and its bits, such as a quantized tensor.
+    """Encode the persistent buffers as safetensors; None without buffers. Raises: ValueError for a
+    buffer that its shape and its bits do not determine, such as a quantized tensor.
     """
     check_kept(persistent_buffers(model).items(), "a checkpoint")
     found = buffers_of(model)
@@ -164,7 +162,7 @@ def buffer_bytes(model: torch.nn.Module) -> bytes | None:
 
 def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copy the persistent buffers to the CPU, contiguous, by their first names."""
-    # Copies: training continues while the save writes.
+    # Copies, since training may change the buffers while the save writes.
     return {name: copied(buffer) for name, buffer in persistent_buffers(model).items()}
 
 
@@ -174,7 +172,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            # By identity: a buffer that several modules share is saved once.
+            # Compared by identity, so that a buffer of several modules is saved once.
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
@@ -183,7 +181,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_buffers(data: bytes) -> dict[str, torch.Tensor]:
-    """Decode the bytes of `buffer_bytes`. Raises: ValueError for what an engine did not write."""
+    """Decode the bytes of `buffer_bytes`. Raises: ValueError for bytes that no engine wrote."""
     try:
         return decode_tensors(data)
     except ValueError as error:
@@ -193,8 +191,8 @@ def read_buffers(data: bytes) -> dict[str, torch.Tensor]:
 def check_buffers(
     model: torch.nn.Module, saved: dict[str, torch.Tensor], directory: str, *, strict: bool
 ) -> list[str]:
-    """Raise ValueError unless these are the model's persistent buffers. Returns notes of those that
-    one side alone has, which raise if `strict`.
+    """Raise ValueError unless the saved buffers are the model's persistent buffers. Buffers that
+    only the model or only the checkpoint has raise if `strict`, and are else noted in the result.
     """
     mine = persistent_buffers(model)
     alone = sorted(mine.keys() ^ saved.keys())
@@ -205,8 +203,8 @@ def check_buffers(
     if wrong:
         raise ValueError(
             f"the persistent buffers in {directory} are not those of the model: "
-            f"{', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} in one only, or of "
-            "another shape"
+            f"{', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} missing in one of them, "
+            "or of another shape"
         )
     for name in both:
         there, here = saved[name].dtype, mine[name].dtype
@@ -222,6 +220,6 @@ def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> Non
     """Copy these values into the buffers, in place. Buffers without a value stay unchanged."""
     with torch.no_grad():
         for name, buffer in persistent_buffers(model).items():
-            # In place: several modules may share the tensor.
+            # In place, since several modules may share the tensor.
             if name in saved:
                 copy_(buffer, saved[name])

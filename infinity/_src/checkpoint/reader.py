@@ -1,22 +1,21 @@
-"""A checkpoint, open to read: its contents, and any chunk of it, checked against its checksums.
+"""A checkpoint, open for reading: its contents, and any of its chunks, verified by checksums.
 
     with Checkpoint.open(directory) as checkpoint:
-        checkpoint.step, checkpoint.params["model.norm.weight"]        no data is read for these
+        checkpoint.step, checkpoint.params["model.norm.weight"]        known without reading data
         ChunkReader(checkpoint).get(number)                            all sections of a chunk
 
-The data files of a rank are read by one executor. Every section of a padded row is a chunk of that
-executor, plain bytes, so that the padding up to 4096 has checksums as well, and one section (the
-parameters, say) is read without the others. A row of a durable run is one chunk, as the run's
-executor wrote it.
+One executor reads the data files of a rank. Every section of a padded row is a chunk of that
+executor, as plain bytes, so that checksums also cover the padding up to 4096, and one section (such
+as the parameters) can be read alone. A row of a durable run is one chunk, as in the run's executor.
 
-A checkpoint may cut a weight into other tiles than the model does, or may hold it uncut:
+A checkpoint may divide a weight into other tiles than the model, or not at all:
 
     saved    tile 0: experts 0-3    tile 1: experts 4-7           elements of the whole weight,
     model    tile 0: experts 0-2    tile 1: 3-5    tile 2: 6-7    first to last
 
-A tile of whole rows is a range of the weight's elements, and an uncut weight is the range of all
-elements. So a range of one tiling is put together from ranges of another. A tile along columns is
-no range: its values are read only from a saved tile at the same place.
+A tile of whole rows is a range of the weight's elements, and an undivided weight is the range of
+all elements. So a range of one tiling is composed of ranges of another. A tile along columns is not
+a range: its values are read only from a saved tile at the same place.
 """
 
 from __future__ import annotations
@@ -83,19 +82,17 @@ Chunks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 READERS_MAX = 16
 """Ranks whose data files are open at once."""
 SLOTS = 8
-"""Sections (of a run: chunks) in flight for the files of a rank; two for each file if that is
-more."""
+"""Sections (of a durable run, chunks) in flight for the files of a rank; more with many files."""
 BLOCK_ROWS = 256
 BLOCKS_MAX = 8
-"""Blocks of rows that are defined in an executor at once. Blocks with pending jobs may exceed it.
-"""
+"""Blocks of rows that are defined in an executor at once; more while blocks have pending jobs."""
 ALGORITHM = "crc32c"
-"""The name, in manifests, of the checksums that executors compute."""
+"""Name in manifests of the checksums that executors compute."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedParam:
-    """A parameter of a checkpoint and the flat that it lies in."""
+    """A parameter of a checkpoint, and its flat."""
 
     entry: ParamEntry
     flat_index: int
@@ -104,8 +101,8 @@ class SavedParam:
 
 @final
 class Checkpoint:
-    """A whole generation of a directory: all ranks' manifests, read and checked. Use it in a
-    `with`. One thread uses it.
+    """A whole generation of a directory: all ranks' manifests, read and checked. A context manager.
+    Threads may not share it.
 
     params: the parameters, by first name. left_out: frozen parameters that were not saved. Raises
     (`open`): AioError (ENOENT) if there is no whole checkpoint, ChecksumError for a damaged
@@ -154,9 +151,9 @@ class Checkpoint:
         backend: str = "auto",
         partial: bool = False,
     ) -> Checkpoint:
-        """Open the newest whole generation, or the given one. backend: of the executors that read.
-        partial: as in `DataReader`. If manifests of a durable run are damaged, a copy on another
-        drive of the run is read instead.
+        """Open the newest whole generation, or the given one. backend: I/O backend of the executors
+        that read. partial: as in `DataReader`. If manifests of a durable run are damaged, a copy on
+        another drive of the run is read instead.
         """
         copies = others_of(directory)
         place, manifests = _manifests_of(directory, generation, copies)
@@ -197,7 +194,7 @@ class Checkpoint:
         for manifest in self.manifests:
             for file in manifest.files:
                 check_length(self.directory / file.name, file)
-                # The file may exist and not be readable.
+                # The file may exist but not be readable.
                 SwapFile.existing(self.directory / file.name).close()
         check_algorithm(self.manifests[0].algorithm)
 
@@ -215,8 +212,8 @@ class Checkpoint:
         yield from map(Piece, *(column.tolist() for column in columns))
 
     def file_of(self, param: SavedParam) -> str:
-        """Return the name of the file that has the first element of a parameter; empty for a
-        parameter without elements.
+        """Return the name of the file with the first element of a parameter; "" for a parameter
+        without elements.
         """
         if not param.entry.numel:
             return ""
@@ -227,12 +224,12 @@ class Checkpoint:
         return file.name
 
     def attachment(self, kind: str, rank: int) -> bytes | None:
-        """Read the "buffers" or the "extra" of a rank, or of rank 0 where there is no such rank;
-        None where that rank had none.
+        """Read the "buffers" or the "extra" of a rank, or of rank 0 if the checkpoint lacks the
+        rank; None if that rank saved none.
 
         Raises: ChecksumError, AioError.
         """
-        # If a run continues with more ranks, the new ranks begin with the state of rank 0.
+        # If a run continues with more ranks, the new ranks begin with rank 0's state.
         manifest = self.manifests[rank if rank < self.world else 0]
         file = manifest.buffers if kind == "buffers" else manifest.extra
         if file is None:
@@ -241,7 +238,7 @@ class Checkpoint:
             return read_attachment(self.directory, file)
         except AioError as error:
             for copy in self._copies:
-                # The digest in the manifest proves that the copy has the same bytes.
+                # The manifest's digest proves that the copy has the same bytes.
                 with contextlib.suppress(AioError):
                     data = read_attachment(copy, file)
                     log.warning("%s; using the copy in %s", error, copy)
@@ -251,34 +248,34 @@ class Checkpoint:
     def fetch(
         self, chunks: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]
     ) -> list[Ticket]:
-        """Start reading sections of chunks to addresses, [chunks, SECTION_MAX], 0 for sections that
-        are left out. Each address has memory for the bytes of its section, rounded up to a multiple
-        of 4096. Does not block.
+        """Start reading sections of chunks to `addresses`, [chunks, SECTION_MAX]; 0 skips a
+        section. Each address must have memory for its section, rounded up to a multiple of 4096
+        bytes. Does not block.
 
-        Raises: AioError for a file that is missing or was cut short. The tickets raise
-        ChecksumError and DeviceFailedError.
+        Raises: AioError for a file that is missing or too short. The tickets raise ChecksumError
+        and DeviceFailedError.
         """
         of_row, ranks, rows = self.chunks.rows(chunks)
         tickets: list[Ticket] = []
         try:
             for rank in np.unique(ranks).tolist():
                 mine = ranks == rank
-                # In a linked checkpoint the sections of one chunk may lie in several files.
+                # In a linked checkpoint several files may hold the sections of one chunk.
                 here = self.manifests[rank].rows["section_at"][rows[mine]] >= 0
                 wanted = np.where(here, addresses[of_row[mine]], np.uint64(0))
                 some = wanted.any(axis=1)
                 tickets.extend(self._reader(rank).fetch(rows[mine][some], wanted[some]))
         except BaseException:
-            # The caller gets no ticket, and releases the memory: wait for the reads that began.
+            # The caller gets no tickets and will release the memory: wait for the reads that began.
             _wait_out(tickets)
             raise
         return tickets
 
     def _reader(self, rank: int) -> DataReader:
         if rank not in self._readers:
-            # A restore reads from all ranks for every flat; each reader has threads and buffers.
+            # A restore reads from all ranks, and each reader has threads and buffers: limit them.
             while len(self._readers) >= READERS_MAX:
-                # The reader used longest ago. `close` waits for its pending reads.
+                # Close the least recently used reader. `close` waits for its pending reads.
                 self._readers.popitem(last=False)[1].close()
             manifest = self.manifests[rank]
             self._readers[rank] = DataReader(
@@ -314,7 +311,7 @@ def _manifests_of(
     try:
         return directory, _read(directory, generation)
     except (AioError, ValueError) as error:
-        # A generation that is missing was never committed.
+        # A missing generation was never committed, so no copy has it.
         if isinstance(error, AioError) and error.errno == errno.ENOENT:
             raise
         for copy in copies:
@@ -335,8 +332,8 @@ def _read(directory: Path, generation: int | None) -> list[Manifest]:
 
 
 class Cuts(NamedTuple):
-    """Parts of ranges in chunks, int64 [parts] each, in the order of the ranges. owner: the range.
-    first: position of the first element.
+    """Parts of ranges in chunks, int64 [parts] each, in the order of the ranges. owner: index of
+    the range. first: position of the part's first element.
     """
 
     owner: npt.NDArray[np.int64]
@@ -351,8 +348,8 @@ def cut_at_chunks(
     starts: npt.NDArray[np.int64],
     numels: npt.NDArray[np.int64],
 ) -> Cuts:
-    """Cut ranges [low, low + numel) of positions where chunks begin. starts, numels: of the chunks,
-    in order, which cover the ranges.
+    """Cut ranges [low, low + numel) of positions at the starts of chunks. starts, numels: chunks in
+    order, which must cover the ranges.
     """
     begin = np.searchsorted(starts, low, side="right") - 1
     counts = np.where(numel > 0, np.searchsorted(starts, low + numel) - begin, 0)
@@ -367,7 +364,7 @@ def cut_at_chunks(
 def _numbers(
     first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return the numbers [first, first + count) of all pairs."""
+    """Concatenate the numbers [first, first + count) of all pairs (first, count)."""
     found: npt.NDArray[np.int64] = np.repeat(first - np.cumsum(counts) + counts, counts)
     return found + np.arange(len(found))
 
@@ -376,8 +373,8 @@ def _numbers(
 class SavedChunks:
     """The chunks of all ranks, numbered in the order of their elements.
 
-    positions: of each chunk's first element, where the elements of all flats are counted one flat
-    after the other. flat_at: positions of the flats' first elements.
+    Positions count the elements of all flats, one flat after another. positions: positions of the
+    chunks' first elements. flat_at: positions of the flats' first elements.
     """
 
     def __init__(self, manifests: Sequence[Manifest], flats: Sequence[FlatEntry]) -> None:
@@ -404,13 +401,13 @@ class SavedChunks:
         self._rows = order - (np.cumsum(counts) - counts)[self._ranks]
 
     def cut(self, low: npt.NDArray[np.int64], numel: npt.NDArray[np.int64]) -> Cuts:
-        """Cut ranges of positions where chunks begin."""
+        """Cut ranges of positions at the starts of chunks."""
         return cut_at_chunks(low, numel, self.positions, self._numels)
 
     def rows(
         self, chunks: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return the rows of these chunks: index of the chunk in `chunks`, rank, row there."""
+        """Return (index in `chunks`, rank, index in the rank's rows) of each row of the chunks."""
         counts = self._first[chunks + 1] - self._first[chunks]
         at = _numbers(self._first[chunks], counts)
         return np.repeat(np.arange(len(chunks)), counts), self._ranks[at], self._rows[at]
@@ -419,19 +416,19 @@ class SavedChunks:
         """Return the bytes of each section of chunks, padded to 4096: [chunks, SECTION_MAX]."""
         rows = np.zeros(len(chunks), dtype=[("flat", "<i8"), ("numel", "<i8")])
         rows["numel"] = self._numels[chunks]
-        # Flats without elements begin where the next flat does, and have no chunks.
+        # side="right" skips flats without elements, which share the position of the next flat.
         rows["flat"] = np.searchsorted(self.flat_at, self.positions[chunks], side="right") - 1
         return section_bytes(rows, self._flats)
 
 
 CACHE_BYTES = 24 << 20
-"""Saved chunks in memory: chunks read ahead, and chunks that are needed again, since boundaries of
-saved chunks and of others differ."""
+"""Memory for saved chunks: chunks that were read ahead, and chunks that are needed again, since the
+boundaries of saved and composed chunks differ."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    """One submission. alone: it reads one chunk."""
+    """One submission. alone: the submission reads a single chunk."""
 
     tickets: list[Ticket]
     alone: bool
@@ -445,9 +442,9 @@ class _Read:
 
 
 class ChunkReader:
-    """Chunks of a checkpoint in memory, by their numbers (`SavedChunks`), read ahead; the last ones
-    are cached. capacity: their bytes, unless chunks that are read together need more. sections: the
-    indices to read (None: all).
+    """Reads chunks of a checkpoint by their numbers (`SavedChunks`), ahead of their use, and caches
+    the last ones. capacity: bytes of the cache, unless chunks that are read together need more.
+    sections: indices of the sections to read (None: all).
     """
 
     def __init__(
@@ -465,7 +462,7 @@ class ChunkReader:
         self._held_bytes = 0
 
     def start(self, batches: Iterable[Sequence[int]]) -> None:
-        """Start reading these chunks, each batch by one submission: the first ones that fit."""
+        """Start reading the first batches of chunks that fit, each batch by one submission."""
         kept: dict[int, None] = {}
         missing: list[tuple[list[int], npt.NDArray[np.int64]]] = []
         total = 0
@@ -476,7 +473,7 @@ class ChunkReader:
                 sizes = self._checkpoint.chunks.section_bytes(np.array(fresh, dtype=np.int64))
                 total += int(sizes.sum())
             total += sum([self._held[chunk][2] for chunk in new if chunk in self._held])
-            # No more than fit: otherwise chunks would be evicted unread.
+            # Stop here: otherwise chunks would be evicted before their use.
             if kept and total > self._capacity:
                 break
             kept.update(dict.fromkeys(new))
@@ -504,7 +501,7 @@ class ChunkReader:
         except AioError:
             if read.alone:
                 raise
-            # The fault may be that of another chunk, which was read together with this one.
+            # Another chunk of the same submission may have caused the fault: read this one alone.
             self._evict(chunk)
             self.start([[chunk]])
             arrays, read, _ = self._held[chunk]
@@ -514,8 +511,8 @@ class ChunkReader:
     def read(
         self, wanted: Iterable[tuple[SavedParam, Piece]], ahead: int
     ) -> Iterator[tuple[Piece, list[Bytes]]]:
-        """Yield each piece with the sections of its chunk, in order, while the chunks of up to
-        `ahead` pieces are read. The arrays are valid as long as those of `get`. Raises: as `get`.
+        """Yield each piece with the sections of its chunk, in order, and read the chunks of up to
+        `ahead` pieces ahead. The arrays are valid as long as those of `get`. Raises: as `get`.
         """
         pieces = (piece for _, piece in wanted)
         upcoming = list(itertools.islice(pieces, ahead))
@@ -527,9 +524,9 @@ class ChunkReader:
             yield piece, arrays
 
     def close(self) -> None:
-        """Wait for all pending reads, also for those that fail, and release all memory."""
+        """Wait for all pending reads, also for failing ones, and release all memory."""
         for _, read, _ in self._held.values():
-            # No call asks for these chunks any more, so errors are not raised.
+            # Errors are ignored, since these chunks are not needed any more.
             _wait_out(read.tickets)
         self._held.clear()
 
@@ -542,16 +539,15 @@ class ChunkReader:
             self._evict(oldest)
 
     def _evict(self, chunk: int) -> None:
-        # Deleted after the wait: a read may still be writing to the memory, and Ctrl-C in the wait
-        # must leave it held. An error is not raised here: a call that asks for the chunk reads it
-        # again.
+        # Removed after the wait, since a read may still write to the memory, also if Ctrl-C
+        # interrupts the wait. An error is ignored: a later `get` reads the chunk again.
         read = self._held[chunk][1]
         if not read.ended:
             _wait_out(read.tickets)
         self._held_bytes -= self._held.pop(chunk)[2]
 
     def _fetch(self, chunks: list[int], sizes: npt.NDArray[np.int64]) -> None:
-        # One piece for all sections; pages of sections that are not wanted stay untouched.
+        # One allocation for all sections; pages of sections that are not read stay unmapped.
         memory = np.zeros(int(sizes.sum()), dtype=np.uint8)
         ends = np.cumsum(sizes).reshape(sizes.shape)
         wanted = self._wanted & (sizes > 0)
@@ -576,8 +572,8 @@ def _wait_out(tickets: Iterable[Ticket]) -> None:
 
 
 class Piece(NamedTuple):
-    """Elements [start, start + numel) of a saved chunk. at: their index in the range that was asked
-    for.
+    """Elements [start, start + numel) of a saved chunk. at: index of the first one in the requested
+    range.
     """
 
     chunk: int
@@ -590,27 +586,27 @@ class Piece(NamedTuple):
 
 
 def check_algorithm(algorithm: str) -> None:
-    """Refuse checksums that no executor takes. Raises: ValueError."""
+    """Raise ValueError for checksums that executors do not compute."""
     if algorithm == "xxh3":
         raise ValueError(
             "the checkpoint's checksums are 'xxh3': an earlier release without its C extension "
             "wrote them, and this release cannot check them; export the weights with that release "
-            "(infinity checkpoint export), and load these"
+            "(infinity checkpoint export), and load the export"
         )
     if algorithm != ALGORITHM:
         raise ValueError(
             f"the checkpoint's checksums are {algorithm!r}, which this release does not know; use "
-            "a later one"
+            "a later release"
         )
 
 
 class DataReader:
-    """All data files of a rank, open to read. One executor reads them: each file is one of its
-    drives. One thread uses it.
+    """All data files of a rank, open for reading by one executor, which has each file as a drive.
+    Threads may not share it.
 
-    rows, sums, flats: a manifest's; `rows["file"]` is an index into `files`. partial: files may be
-    missing or cut short; a read of missing data raises. Raises: AioError for a file that is
-    missing or was cut short; ValueError for checksums that cannot be checked here.
+    rows, sums, flats: from a manifest; `rows["file"]` is an index into `files`. partial: files may
+    be missing or too short; only a read of missing data raises. Raises: AioError for a file that is
+    missing or too short; ValueError for checksums that executors do not compute.
     """
 
     def __init__(
@@ -626,15 +622,14 @@ class DataReader:
         partial: bool = False,
     ) -> None:
         check_algorithm(algorithm)
-        self._missing: dict[int, Path] = {}  # files, by their index
+        self._missing: dict[int, Path] = {}  # paths of missing files, by their index
         self._file_of = rows["file"]
         with contextlib.ExitStack() as undo:
             opened: list[SwapFile] = []
             drives = np.zeros(len(files), dtype=rows["file"].dtype)
             for index, file in enumerate(files):
                 path = directory / file.name
-                # Before the file is opened: a later read error would blame the drive, not a file
-                # that was cut short.
+                # Checked first, since a later read error would blame the drive instead of the file.
                 if not partial:
                     check_length(path, file)
                 try:
@@ -649,7 +644,7 @@ class DataReader:
                 rows = rows.copy()
                 rows["file"] = drives[rows["file"]]
             sizes = section_bytes(rows, flats)
-            # A padded row is read section by section, a row of a run as a whole.
+            # A padded row is read section by section, a row of a durable run as a whole.
             largest = np.where(rows["padded"] == PADDED, sizes.max(axis=1), rows["run_bytes"])
             pool = PoolSpec(max(SLOTS, 2 * len(files)), int(largest.max(initial=4096)))
             self._executor = open_executor(
@@ -663,12 +658,12 @@ class DataReader:
     def fetch(
         self, rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]
     ) -> Iterator[Ticket]:
-        """Start reading sections of rows to these addresses, [rows, SECTION_MAX], 0 for sections
-        that are left out (of a padded row: up to a multiple of 4096). Does not block. Yields each
+        """Start reading sections of rows to `addresses`, [rows, SECTION_MAX]; 0 skips a section.
+        Sections of padded rows are read up to a multiple of 4096 bytes. Does not block. Yields each
         ticket when its submission has begun.
 
         A ticket raises ChecksumError naming file, offset and length of the damage. Raises: AioError
-        for a row of a file that is missing.
+        for a row of a missing file.
         """
         for file in np.unique(self._file_of[rows]).tolist() if self._missing else ():
             if file in self._missing:
@@ -677,7 +672,7 @@ class DataReader:
         yield from self._chunks.submit(rows, JobKind.FETCH, addresses)
 
     def close(self) -> None:
-        # Reads write to the caller's memory: after this no read may be pending.
+        # Wait first, since pending reads write to the caller's memory.
         self._executor.wait_all()
         self._undo.close()
 
@@ -685,10 +680,10 @@ class DataReader:
 class RowChunks:
     """The rows of data files, as chunks of an executor that has these files as drives.
 
-    Rows are defined in the executor in blocks of BLOCK_ROWS, when one of their rows is needed, and
-    are dropped when other blocks are needed: a checkpoint may have a million rows, and each takes
-    kilobytes in the executor. A block that is defined again has the same seeds of checksums as
-    before, since the executor does not change the generation of a chunk with only one place.
+    A block of BLOCK_ROWS rows is defined in the executor when one of its rows is needed, and
+    dropped when other blocks are needed: a checkpoint may have a million rows, and each takes
+    kilobytes in the executor. A block that is defined again has the same seeds of checksums, since
+    the executor does not change the generation of a chunk with only one place.
     """
 
     def __init__(
@@ -701,12 +696,12 @@ class RowChunks:
         self._executor = executor
         self._rows = rows
         self._flats = flats
-        # Held, since the executor has only the address of the checksums.
+        # Keeps the checksums alive, since the executor has only their address.
         self._sums = sums
-        # Its address stands for sections that lie in other rows; nothing reads this memory.
+        # Address of sections that are in other rows; the executor never reads this memory.
         self._absent = np.zeros(64, dtype=np.uint8)
-        # Ids of the sections of rows, [rows, SECTION_MAX], by the number of the block. The block
-        # used longest ago comes first.
+        # Ids of the sections of rows, [rows, SECTION_MAX], by number of the block. The least
+        # recently used block comes first.
         self._blocks: OrderedDict[int, npt.NDArray[np.int32]] = OrderedDict()
 
     def _block(self, number: int) -> npt.NDArray[np.int32]:
@@ -736,8 +731,7 @@ class RowChunks:
                 )
         whole = np.flatnonzero(~padded & (rows["section_at"] >= 0).any(axis=1))
         if len(whole):
-            # As the run defined its chunks: checksums are seeded by chunk and section, and would
-            # not match otherwise.
+            # Defined as in the run, since chunk and section seed the checksums.
             made = self._executor.define(self._chunk_records(rows[whole]))
             ids[whole] = np.where(rows[whole]["section_at"] >= 0, made[:, None], -1)
         return ids
@@ -750,8 +744,8 @@ class RowChunks:
             del self._blocks[number]
 
     def _chunk_records(self, rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Make the records of chunks as the executor of a run wrote them. Sections that lie in
-        other rows get the address of memory that nothing reads.
+        """Make the records of chunks as in the run's executor. Sections that are in other rows get
+        the address of memory that the executor never reads.
         """
         records = np.zeros(len(rows), dtype=CHUNK)
         for name in ("key", "generation", "numel", "file_offset", "run_bytes", "section_at"):
@@ -759,7 +753,7 @@ class RowChunks:
         records["drive"], records["piece_numel"] = rows["file"], PIECE_NUMEL
         records["zeros"] = rows["zeros"]
         records["sums_ptr"] = self._sums.ctypes.data + 4 * rows["sums_at"]
-        # What all chunks of a flat have in common, once for each flat.
+        # Fields that are equal for all chunks of a flat are computed once for each flat.
         numbers, of_row = np.unique(rows["flat"], return_inverse=True)
         table = np.zeros(len(numbers), dtype=CHUNK)
         for common, number in zip(table, numbers.tolist(), strict=True):
@@ -773,7 +767,7 @@ class RowChunks:
         for name in ("format", "section_count", "itemsize", "group_numel"):
             records[name] = table[name][of_row]
         for s in range(SECTION_MAX):
-            # Not in this row: the executor requires an address, but reads nothing there.
+            # The executor requires an address, but never reads a section that is not in the row.
             elsewhere = (s < records["section_count"]) & (records["section_at"][:, s] < 0)
             records["section_ptr"][elsewhere, s] = self._absent.ctypes.data
         return records
@@ -781,9 +775,9 @@ class RowChunks:
     def submit(
         self, rows: npt.NDArray[np.int64], kind: JobKind, addresses: npt.NDArray[np.uint64]
     ) -> Iterator[Ticket]:
-        """Submit jobs on rows; those of one block that are alike in `padded` are one submission.
-        addresses: [rows, SECTION_MAX], 0 for sections that are left out. Does not block. Yields
-        each ticket when its submission has begun.
+        """Submit jobs on rows: one submission for all rows of a block with equal `padded`.
+        addresses: [rows, SECTION_MAX]; 0 skips a section. Does not block. Yields each ticket when
+        its submission has begun.
         """
         kinds = rows // BLOCK_ROWS * (FOLDED + 1) + self._rows["padded"][rows]
         for kind_of in dict.fromkeys(kinds.tolist()):
@@ -818,9 +812,9 @@ class RowChunks:
 def _section_records(
     rows: npt.NDArray[np.void], s: int, sizes: npt.NDArray[np.int64], sums: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.void]:
-    """Make the records of section `s` of padded rows. sizes: its bytes in each row."""
+    """Make the records of section `s` of padded rows. sizes: the section's bytes in each row."""
     records = np.zeros(len(rows), dtype=CHUNK)
-    # A separate key for each section: checksums are seeded with it.
+    # A separate key for each section seeds the section's checksums.
     records["key"], records["generation"] = rows["key"] + np.uint64(s), rows["generation"]
     records["drive"] = rows["file"]
     records["numel"] = records["run_bytes"] = sizes
@@ -835,8 +829,8 @@ def _section_records(
 
 @dataclasses.dataclass(frozen=True)
 class SavedRange:
-    """Elements [at, at + numel) of a parameter, or of a part of a parameter. The checkpoint has
-    them as the elements of `saved` from `start` on.
+    """Elements [at, at + numel) of a parameter, or of a part of a parameter. In the checkpoint they
+    are elements [start, start + numel) of `saved`.
     """
 
     saved: SavedParam
@@ -857,8 +851,8 @@ class SavedRanges:
         return [each.saved for each in self.ranges]
 
     def within(self, element: int, numel: int) -> Iterator[SavedRange]:
-        """Yield the ranges that make up elements [element, element + numel). Their `at` counts
-        from `element`.
+        """Yield the ranges of elements [element, element + numel). Their `at` counts from
+        `element`.
         """
         index = bisect.bisect_right(self._at, element) - 1
         done = 0
@@ -874,8 +868,8 @@ class SavedRanges:
 class SavedWeight:
     """A weight of a checkpoint.
 
-    shape: of the whole weight. tiles: the saved parameters of the weight with their places, in
-    order; the place of an uncut weight is None.
+    shape: shape of the whole weight. tiles: the saved parameters of the weight with their places,
+    in order; the place of an undivided weight is None.
     """
 
     def __init__(
@@ -885,7 +879,7 @@ class SavedWeight:
         self.tiles = list(tiles)
         self.saved = [saved for saved, _ in tiles]
         self._at_place = {place: saved for saved, place in tiles}
-        # None: some tiles have parts of rows, and are no ranges.
+        # None if some tiles have parts of rows, and so are not ranges.
         self._ranges: SavedRanges | None = None
         starts = [_start(place) for _, place in tiles]
         if None not in starts:
@@ -896,8 +890,9 @@ class SavedWeight:
             )
 
     def ranges_of(self, param: Param) -> SavedRanges | None:
-        """Return the saved ranges of a parameter that is this weight, or a tile of it. None if no
-        saved tile has the parameter's place, and the parameter or a saved tile has parts of rows.
+        """Return the saved ranges of a parameter that is this weight or a tile of this weight. None
+        if no saved tile has the parameter's place, and the parameter or a saved tile has parts of
+        rows.
         """
         place = param.place
         if place in self._at_place:
@@ -909,14 +904,14 @@ class SavedWeight:
 
 
 def weights_by_name(params: Iterable[SavedParam]) -> dict[str, SavedWeight]:
-    """Return the weights that saved parameters make up, by all their names in state dicts."""
+    """Join saved parameters to weights. Returns the weights by all their names in state dicts."""
     found: dict[str, SavedWeight] = {}
     grids: dict[str, dict[tuple[int, int], SavedParam]] = {}
     for saved in params:
         uncut = SavedWeight(saved.entry.shape, [(saved, None)])
         for name in saved.entry.names:
-            # Also under the name of a tile: a module of the user may have such a name without being
-            # a tile.
+            # Also under the name of a tile: a user's module may have such a name without being a
+            # tile.
             found[name] = uncut
             whole = whole_name(name)
             if whole is not None:
@@ -924,14 +919,14 @@ def weights_by_name(params: Iterable[SavedParam]) -> dict[str, SavedWeight]:
     for name, grid in grids.items():
         weight = _joined(grid)
         if weight is not None:
-            # A parameter with this very name takes precedence: then the others are no tiles.
+            # A parameter with exactly this name takes precedence: the grid then has no tiles.
             found.setdefault(name, weight)
     return found
 
 
 def _joined(grid: dict[tuple[int, int], SavedParam]) -> SavedWeight | None:
-    """Join tiles, given by (row, column), to a weight. None if some are missing or do not fit
-    together: then the user's own modules have such names.
+    """Join tiles, given by (row, column), to a weight. None if tiles are missing or their shapes do
+    not match: then a user's modules have names like tiles.
     """
     height, width = (1 + max(index[axis] for index in grid) for axis in (0, 1))
     shapes = {index: saved.entry.shape for index, saved in grid.items()}
@@ -955,8 +950,8 @@ def _joined(grid: dict[tuple[int, int], SavedParam]) -> SavedWeight | None:
 
 
 def _start(place: TilePlace | None) -> int | None:
-    """Return the index, in the weight, of the first element of a tile of whole rows; 0 for an uncut
-    weight; None for a tile that has parts of rows.
+    """Return the index in the weight of the first element of a tile of whole rows; 0 for an
+    undivided weight; None for a tile with parts of rows.
     """
     if place is None:
         return 0

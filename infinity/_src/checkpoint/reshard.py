@@ -2,11 +2,11 @@
 state format.
 
     Composer      chunks of a rank's shards, in groups, from the saved chunks that hold their
-                  parameters; a restore uses it too
-    ReshardJob    a whole checkpoint, written anew for another number of ranks
+                  parameters; restores use the Composer, too
+    ReshardJob    a whole checkpoint, rewritten for another number of ranks
 
-Places are computed as arrays for thousands of chunks at once. A group is read by one submission and
-stored by another.
+Places are computed as arrays for thousands of chunks at once. One submission reads a group and
+another one stores it.
 
 States that keep their format are copied byte for byte: in every layout parameters start, and shards
 and chunks end, at the boundary of a quantization group, so a part of a parameter is whole groups.
@@ -81,8 +81,8 @@ _ROWS_AT_ONCE = 2 * BLOCK_ROWS
 
 
 class Range(NamedTuple):
-    """Elements [element, element + numel) of a saved parameter, which become elements of a flat,
-    from `low` on. flat: index of the flat.
+    """Elements [element, element + numel) of a saved parameter, which become elements of a flat
+    from index `low` on. flat: index of the flat.
     """
 
     flat: int
@@ -94,10 +94,10 @@ class Range(NamedTuple):
 
 class Fill(NamedTuple):
     """A part of a saved chunk that becomes elements [start, start + numel) of a row. row: index of
-    the row in its group. saved, element: the saved parameter, and the first element in it. chunk,
-    source: the saved chunk, and the first element in it. copied: number of sections that are copied
-    byte for byte; 0 for a conversion. spans: begin and end of each section in the saved chunk, and
-    begin and end in the buffer.
+    the row in its group. saved, element: the saved parameter, and the index of the part's first
+    element in it. chunk, source: the saved chunk, and the index of the part's first element in it.
+    copied: number of sections that are copied byte for byte; 0 for a conversion. spans: begin and
+    end of each section in the saved chunk, then begin and end in the buffer.
     """
 
     row: int
@@ -113,8 +113,8 @@ class Fill(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Rows that are composed together. at: offsets of their sections in a buffer, -1 for sections
-    that a format lacks: [rows, SECTION_MAX]. chunks: the saved chunks of `fills`.
+    """Rows that are composed together. at: offsets of the rows' sections in a buffer, -1 for
+    sections that a format lacks: [rows, SECTION_MAX]. chunks: the saved chunks of `fills`.
     """
 
     rows: npt.NDArray[np.int64]
@@ -127,11 +127,11 @@ class Group:
 class Composer:
     """Composes chunks of a rank's shards from saved chunks, in groups of about GROUP_BYTES.
 
-    flats, rows: these shards, and their chunks in order. ranges: what the flats' elements are.
-    states: whether the optimizer states of each flat are composed, too, [flats]. If not, the
-    moments in a buffer stay as they are, and it must have the present values of
-    `Format.master_sections`. whole: also compose rows without parameters, and join only rows of one
-    block (`RowChunks`).
+    flats, rows: these shards, and their chunks in order. ranges: the sources of the flats'
+    elements. states: whether optimizer states of each flat are also composed, [flats]. If not, the
+    moments in a buffer stay unchanged, and the buffer must have the present values of
+    `Format.master_sections`. whole: also compose rows without parameters, and group only rows of
+    one block (`RowChunks`).
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class Composer:
         self._states = states
         self._whole = whole
         self._saved = [each.saved for each in ranges]
-        self.rounded: dict[str, None] = {}  # as an ordered set
-        """Kinds of rounding that conversions have made."""
+        self.rounded: dict[str, None] = {}
+        """Kinds of rounding in conversions so far: an ordered set."""
         shards = np.array([flat.shard_numel for flat in flats], dtype=np.int64)
         # Positions: elements of the rank's shards, counted one shard after the other.
         self._shards, self._flat_at = shards, np.cumsum(shards) - shards
@@ -166,7 +166,7 @@ class Composer:
         ]
         table = np.array(columns, dtype=np.int64).reshape(-1, 6).T
         flat, low, numel, self._saved_flat, offset, element = table
-        # Positions of the saved parameters, and those of the ranges' elements.
+        # Positions of the saved parameters, and shifts from the ranges' positions to saved ones.
         self._saved_at = checkpoint.chunks.flat_at[self._saved_flat] + offset
         self._parts = self.cut(flat, low, numel)
         self._shift = self._saved_at + element - self._position(flat, low)
@@ -213,7 +213,7 @@ class Composer:
         counts = np.array([len(each.sections) for each in self._flats], dtype=np.int64)
         raw = np.array([each.state_format is Format.RAW for each in self._flats], dtype=np.bool_)
         same = self._states[flat] & (theirs[self._saved_flat] == mine[flat])
-        # Whatever else was saved: of a target without states the parameter alone is wanted.
+        # A target without states gets the parameter alone, from any saved format.
         found: npt.NDArray[np.int64] = np.where(raw[flat] | same, counts[flat], 0)
         return found
 
@@ -263,8 +263,8 @@ class Composer:
         at: npt.NDArray[np.int64],
         firsts: npt.NDArray[np.intp],
     ) -> tuple[list[Fill], npt.NDArray[np.int64]]:
-        """Return the parts of saved chunks in these rows, and for each the index of the row.
-        firsts: index of the first row of each row's group.
+        """Return the parts of saved chunks in these rows, and the index of each part's row. firsts:
+        index of the first row of each row's group.
         """
         part = slice(*np.searchsorted(self._parts.chunk, (used[0], used[-1] + 1)))
         owner, row, first, numel = (column[part] for column in self._parts)
@@ -300,10 +300,10 @@ class Composer:
         missed: Callable[[Fill, AioError], None] | None = None,
     ) -> None:
         """Read the parts of a group, and put them into a buffer. Blocks. Raises: as
-        `ChunkReader.get`; the error names the parameter, too.
+        `ChunkReader.get`; the error also names the parameter.
 
-        missed: gets a part that cannot be read, and the error, which is then not raised. The part's
-        elements in the buffer stay as they are.
+        missed: called with a part that cannot be read, and with the error, which is then not
+        raised. The part's elements in the buffer stay unchanged.
         """
         for fill in group.fills:
             try:
@@ -323,7 +323,7 @@ class Composer:
                 buffer[begins[s] : stops[s]] = arrays[s][lows[s] : ends[s]]
 
     def put(self, group: Group, fill: Fill, buffer: Bytes, arrays: Sequence[Bytes]) -> None:
-        """Convert a part, whose saved chunk has these sections, and put it into a buffer."""
+        """Convert a part, and put it into a buffer. arrays: sections of the part's saved chunk."""
         index = int(self._rows["flat"][group.rows[fill.row]])
         flat, states = self._flats[index], bool(self._states[index])
         form, source = flat.state_format, fill.saved.flat
@@ -356,15 +356,15 @@ def convert(
     The given arrays are not changed. A parameter that was saved without states gets moments of
     zero.
     """
-    # Gradients are no part of a checkpoint.
+    # A checkpoint does not contain gradients.
     target = target.with_grad(GradSection.NONE) if target.grad else target
-    # The parameter alone, whatever else was saved.
+    # The target has the parameter alone.
     if target.master is Master.RAW:
         return [given[0]]
-    # Bit for bit: nothing is decoded where the format stays.
+    # Equal formats are copied, so all bits stay.
     if states and source is target:
         return list(given)
-    # RAW has no separate master: the parameter is all that was saved.
+    # RAW has no separate master: only the parameter was saved.
     if states and source.master is not Master.RAW:
         master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
     else:
@@ -376,16 +376,16 @@ def convert(
 
 def rounding(source: Format, target: Format) -> str:
     """Describe the loss of converting between two state formats; "" without loss."""
-    # No optimizer states on one side, so none that could be rounded.
+    # One format has no optimizer states, so none can be rounded.
     if Master.RAW in (source.master, target.master):
         return ""
     lost = []
     if target.master is Master.SPLIT8 and source.master is not Master.SPLIT8:
-        # lo goes from 16 bits to 8.
-        lost.append("masters to 24 bits (1 parameter in 512, about, becomes the next bf16)")
+        # Section lo shrinks from 16 bits to 8.
+        lost.append("masters to 24 bits (about 1 parameter in 512 becomes the next bf16)")
     if source.master is Master.SPLIT8 and target.master is Master.SPLIT:
-        # 24-bit masters half-way between two bf16 have their parameters rounded away from zero.
-        lost.append("parameters half-way between two bf16 to the even one (1 in 512, about)")
+        # The parameters of 24-bit masters half-way between two bf16 were rounded away from zero.
+        lost.append("parameters half-way between two bf16 to the even one (about 1 in 512)")
         if target.sign_section is None:
             lost.append("their masters by one unit in the last place")
     if target.count and target.moments is not source.moments and target.moments is not Moments.FP32:
@@ -395,9 +395,7 @@ def rounding(source: Format, target: Format) -> str:
 
 
 def slice_of(section: Section, array: Bytes, start: int, numel: int) -> Bytes:
-    """Slice elements [start, start + numel) of a section's bytes; a begun group of elements counts
-    whole.
-    """
+    """Slice elements [start, start + numel) of a section's bytes, rounded up to whole groups."""
     return array[section.size_bytes(start) : section.size_bytes(start + numel)]
 
 
@@ -406,8 +404,8 @@ def slice_of(section: Section, array: Bytes, start: int, numel: int) -> Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Resharded:
-    """The result of a ReshardJob. rounded: how another state format rounded the values, "" where
-    all bits are as saved. notes: parts of the original that are left out.
+    """The result of a ReshardJob. rounded: how another state format rounded the values; "" if all
+    bits are as saved. notes: parts of the original that were left out.
     """
 
     generation: int
@@ -419,12 +417,12 @@ class Resharded:
 
 
 class ReshardJob:
-    """A checkpoint for another number of ranks, and in another state format if that is wanted:
-    chunk by chunk, without a model.
+    """Rewrites a checkpoint for another number of ranks, or in another state format, chunk by chunk
+    and without a model.
 
-    The result is what restoring the original with so many ranks and saving it makes: rank r gets
-    the extra state of rank r, or of rank 0 where there was no such rank. Files lie in the directory
-    without a manifest until all are written.
+    The result equals a save after a restore of the original with this number of ranks: rank r gets
+    the extra state of rank r, or of rank 0 if the original had no such rank. Manifests are written
+    after all other files.
 
     state: another `Policy.state`; None keeps the formats.
 
@@ -444,8 +442,7 @@ class ReshardJob:
         self.checkpoint = checkpoint
         self._world = world
         self._backend = backend
-        # Before any layout: otherwise the user would learn only at the restore that the engine
-        # refuses this state.
+        # Checked here, since otherwise only a restore would show that the engine refuses the state.
         _check_state(checkpoint, state)
         numerics: dict[str, Any] = {
             **checkpoint.numerics,
@@ -454,8 +451,8 @@ class ReshardJob:
         self._layouts: list[FlatLayout] = []
         flats = []
         for flat in checkpoint.flats:
-            # By the planner that lays out a model, so that a model on `world` ranks has this
-            # layout, too.
+            # `_layout_of` uses the planner of models, so a model on `world` ranks has this layout,
+            # too.
             layout = _layout_of(flat, world, numerics.get("state", "exact"))
             target = _format_of(flat, state)
             flats.append(
@@ -477,21 +474,21 @@ class ReshardJob:
     def write(
         self, target: Path, progress: Callable[[int], object] = lambda _size: None
     ) -> Resharded:
-        """Write the checkpoint; `progress` gets the bytes of states of each chunk. Blocks.
+        """Write the checkpoint. Calls `progress` with the bytes of states of each chunk. Blocks.
 
         Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError,
-        AioError (EWOULDBLOCK while another is written there). After an error the files written so
-        far are removed.
+        AioError (EWOULDBLOCK while another save into the directory is running). After an error the
+        files written so far are removed.
         """
-        # inf.restore would take the run there for the checkpoint.
+        # inf.restore would read a durable run in the directory instead of the checkpoint.
         check_no_run(target)
         _check_empty(target)
-        # Before anything is written: a missing file, or one cut short, is found at once.
+        # Before anything is written, so that missing and short files are found first.
         self.checkpoint.check_files()
         make_directory(target)
         lock = DirectoryLock(target)
         try:
-            # Again: another save may have ended before the lock was taken.
+            # Checked again: another save may have ended before this process had the lock.
             _check_empty(target)
             return self._write(target, progress)
         finally:
@@ -499,8 +496,7 @@ class ReshardJob:
 
     def _write(self, target: Path, progress: Callable[[int], object]) -> Resharded:
         checkpoint = self.checkpoint
-        # Space for all ranks is checked first: each data file is preallocated only when its turn
-        # comes.
+        # Space for all ranks is checked first, since data files are preallocated one by one.
         free = shutil.disk_usage(target).free
         if free < self.size_bytes:
             raise SwapFullError(
@@ -508,11 +504,12 @@ class ReshardJob:
                 "space, or name another directory",
                 errno=errno.ENOSPC, path=str(target), op="allocate", length=self.size_bytes,
             )  # fmt: skip
-        # All ranks of a save share `save`, so manifests of two saves never make a whole generation.
+        # All ranks of a save share the number `save`, so manifests of different saves never form a
+        # whole generation.
         generation, save = next_generation(target), secrets.randbits(48)
         try:
             for rank in range(self._world):
-                # A random key, which seeds the checksums: stale bytes of another save never match.
+                # A random key seeds the checksums, so that stale bytes of another save never match.
                 rows = new_rows(self._shards, secrets.randbits(62))
                 part = new_part(
                     self._layout,
@@ -532,22 +529,22 @@ class ReshardJob:
                     extra=checkpoint.attachment("extra", rank),
                     backend=self._backend,
                 )
-            # Only after all parts are written: a manifest of one rank would be a begun commit.
+            # Only after all parts are written: a manifest of one rank would begin a commit.
             for rank in range(self._world):
                 commit_part(target, generation, rank)
-        # Ctrl-C too: half a checkpoint must not stay.
+        # Also after Ctrl-C: half a checkpoint must not stay.
         except BaseException:
             for rank in range(self._world):
                 remove_part(target, generation, rank)
             raise
-        # These are parts of interrupted saves: `_check_empty` made sure that no checkpoint is here.
+        # Only parts of interrupted saves are removed: `_check_empty` has excluded checkpoints.
         remove_others(target, generation)
         return Resharded(
             generation, checkpoint.step, self._world, self.size_bytes, self.rounded, self._notes()
         )
 
     def _notes(self) -> tuple[str, ...]:
-        # With fewer ranks the state of ranks that are gone is dropped, and a note says so.
+        # With fewer ranks, the extra state of the last ranks is dropped, and a note reports it.
         lost = [
             manifest.rank
             for manifest in self.checkpoint.manifests[self._world :]
@@ -556,7 +553,7 @@ class ReshardJob:
         if not lost:
             return ()
         ranks = ", ".join(map(str, lost))
-        return (f"the extra state of ranks {ranks} is omitted: there are {self._world} now",)
+        return (f"the extra state of ranks {ranks} is omitted: there are {self._world} ranks now",)
 
     @functools.cached_property
     def ranges(self) -> list[Range]:
@@ -590,13 +587,12 @@ class _RankShards:
         )  # fmt: skip
 
         def compose(group: Group, buffer: Bytes) -> None:
-            # Padding between parameters, and of sections up to 4096: checksums cover it, so it is
-            # zero.
+            # Padding between parameters and after sections must be zero, since checksums cover it.
             buffer[: group.size_bytes] = 0
             composer.compose(group, buffer)
 
         def finish(group: Group, _buffer: Bytes) -> None:
-            # A failed write ends the job now, not after the last chunk.
+            # Raise the error of a failed write now, not after the last chunk.
             writer.check()
             self._progress(group.size_bytes)
 
@@ -612,8 +608,8 @@ class _RankShards:
                         np.where(group.at >= 0, group.at + buffer.ctypes.data, 0).astype(np.uint64),
                     ),
                     finish=finish,
-                    # `wait_filled` is enough: the executor then has a copy of the buffer.
-                    # `DataWriter.finish` waits for all writes.
+                    # After `wait_filled` the executor has a copy of the buffer. `DataWriter.finish`
+                    # waits for all writes.
                     reusable=lambda ticket: ticket.wait_filled(),
                 )
                 pipeline.run(composer.groups())
@@ -626,7 +622,7 @@ def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:
     has its parameters at other offsets.
     """
     dtype = dtype_of(flat.dtype)
-    # As a model's own planner: frozen parameters have no states, and chunks of the default size.
+    # As in a model: frozen parameters have no states, and chunks of the default size.
     chunk = chunk_numel_of(state, dtype) if flat.trainable else CHUNK_NUMEL
     layout = plan_flat(tuple(entry.numel for entry in flat.params), dtype.itemsize, world, chunk)
     # Bytes are copied by offset, so both layouts must agree.
@@ -644,7 +640,7 @@ def _chunks_of(layout: FlatLayout) -> Chunks:
 
 def _format_of(flat: FlatEntry, state: str | None) -> Format:
     held = flat.state_format
-    # Parameters without states have nothing that another format would change.
+    # Another format does not change parameters without states.
     if state is None or held.master is Master.RAW:
         return held
     found = state_format(state, dtype_of(flat.dtype), held.count)
@@ -656,7 +652,7 @@ def _format_of(flat: FlatEntry, state: str | None) -> Format:
 def _check_empty(target: Path) -> None:
     if target.is_dir() and begun_commits(target):
         raise ValueError(
-            f"{str(target)!r} has a checkpoint already: name an empty or a new directory"
+            f"{str(target)!r} already has a checkpoint: name an empty or a new directory"
         )
 
 
@@ -667,6 +663,6 @@ def _check_state(checkpoint: Checkpoint, state: str | None) -> None:
     ]
     if state == "compact" and others:
         raise ValueError(
-            "state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and "
-            f"Lion, and {others[0]} holds these; use 'exact' or 'bf16'"
+            "state='compact' encodes moments in 8 bits, which suits the moments of AdamW, SGD and "
+            f"Lion only, and {others[0]} has others; use 'exact' or 'bf16'"
         )

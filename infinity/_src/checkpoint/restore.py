@@ -1,12 +1,12 @@
-"""Restoring a checkpoint into a model. Ranks, tiers, chunk sizes, state formats and tiles of
-checkpoint and model may differ.
+"""Restoring a checkpoint into a model. Checkpoint and model may differ in ranks, tiers, chunk
+sizes, state formats and tiles.
 
     match     names, shapes, dtypes, optimizers
     compose   for groups of chunks of this rank's shards: read the saved chunks that hold their
               parameters, convert (reshard.py), store
     apply     scalars, groups, buffers, step
 
-Everything is matched before anything is written.
+A restore matches everything before it writes anything.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ def match_params(
     *,
     strict: bool,
 ) -> tuple[dict[Param, SavedRanges], list[str]]:
-    """Find the elements of each parameter in a checkpoint, by any of its names in state dicts.
-    Returns the elements, without parameters that the save left out, and notes on parameters that
-    only the model or only the checkpoint has. With `strict` such parameters raise.
+    """Find the elements of each parameter in a checkpoint, by any of the parameter's names in state
+    dicts. Returns (the elements, without parameters that the save left out; notes on parameters
+    that only the model or only the checkpoint has). With `strict` such parameters raise.
 
-    learns: returns whether training changes a parameter.
+    learns: a function that returns whether training changes a parameter.
     Raises: ValueError naming parameters that are missing, unexpected, of another shape or dtype, in
-    other tiles along columns, or left out and trained here.
+    other tiles along columns, or trained now but left out of the save.
     """
-    # By every name: a tied parameter may have another first name in another model.
+    # Every name counts: a tied parameter may have another first name in another model.
     by_name = weights_by_name(checkpoint.params.values())
     weights: dict[Param, SavedWeight] = {}
     for param in params:
@@ -95,7 +95,7 @@ def match_params(
         for param in params
         if param not in weights and param not in kept
     ]
-    # By identity: the names of a tied parameter share one entry.
+    # Compared by identity, since all names of a tied parameter share one entry.
     distinct = {id(weight): weight for weight in weights.values()}.values()
     used = {id(saved.entry) for weight in distinct for saved in weight.saved}
     unexpected = [
@@ -103,18 +103,18 @@ def match_params(
         for name, saved in checkpoint.params.items()
         if id(saved.entry) not in used
     ]
-    there = {id(entry) for entry in kept.values()}
+    known = {id(entry) for entry in kept.values()}
     unexpected += [
         f"{entry.name} ({list(entry.shape)}, frozen when saved, and omitted)"
         for entry in checkpoint.left_out
-        if id(entry) not in there
+        if id(entry) not in known
     ]
     if strict and (missing or unexpected):
         parts = [f"{listed(missing)} missing in it"] if missing else []
         parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
         raise ValueError(
             f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}. "
-            "strict=False restores what fits"
+            "strict=False restores the matching parameters"
         )
     notes = [f"{listed(missing)} missing in the checkpoint: values unchanged"] if missing else []
     notes += [f"{listed(unexpected)} not in the model: omitted"] if unexpected else []
@@ -131,18 +131,18 @@ def _left_out(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, Le
 
 
 def _check_kept(param: Param, entry: LeftOutEntry, directory: str, *, learns: bool) -> None:
-    """Raise ValueError unless a parameter that the save left out may keep the model's values."""
+    """Raise ValueError unless a parameter that the save left out can keep the model's values."""
     if tuple(param.whole_shape) != entry.shape or dtype_name(param.dtype) != entry.dtype:
         raise ValueError(
-            f"{param.keys[0]}, which was frozen and is not in {directory}, was of shape "
-            f"{entry.shape} and {entry.dtype}; in the model it is of shape "
+            f"{param.keys[0]}, which was frozen and is not in {directory}, had shape "
+            f"{entry.shape} and {entry.dtype}; in the model the parameter has shape "
             f"{tuple(param.whole_shape)} and {dtype_name(param.dtype)}: load the model that was "
             "trained, in the same dtype"
         )
     if learns:
         raise ValueError(
-            f"{param.name} is trained here, and {directory} was saved with frozen=False when it "
-            "was frozen, so its values and states are not in it: freeze it "
+            f"{param.name} is trained now, but was frozen when {directory} was saved with "
+            "frozen=False, so the checkpoint lacks its values and states: freeze the parameter "
             "(requires_grad_(False)) before inf.offload and the optimizer, or restore a "
             "checkpoint that was saved with frozen=True"
         )
@@ -151,9 +151,9 @@ def _check_kept(param: Param, entry: LeftOutEntry, directory: str, *, learns: bo
 def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> SavedRanges:
     if param.whole_shape != weight.shape:
         raise ValueError(
-            f"{param.keys[0]} is of shape {weight.shape} in {checkpoint.directory} "
-            f"({_place_of(weight.saved[0], checkpoint)}); the model wants {param.whole_shape}, "
-            f"{size_text(param.whole_shape, param.dtype)}"
+            f"{param.keys[0]} has shape {weight.shape} in {checkpoint.directory} "
+            f"({_place_of(weight.saved[0], checkpoint)}), and shape {param.whole_shape}, "
+            f"{size_text(param.whole_shape, param.dtype)}, in the model"
         )
     ranges = weight.ranges_of(param)
     if ranges is None:
@@ -162,7 +162,7 @@ def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> Sav
             f"(input features) can only be restored into the same tiles. {_WAYS}"
         )
     for saved in ranges.saved:
-        # A cast here would silently change the values; the user has to cast explicitly.
+        # A silent cast would change values; the user must cast explicitly.
         if dtype_name(param.dtype) != saved.flat.dtype:
             raise ValueError(
                 f"{param.name} is {saved.flat.dtype} in {checkpoint.directory}, and "
@@ -181,12 +181,12 @@ def _place_of(saved: SavedParam, checkpoint: Checkpoint) -> str:
 class MatchedOptimizer:
     """One optimizer and its saved state. `apply` sets everything except the tensors.
 
-    held: parameters whose states are restored. unfrozen: parameters of `held` without states here:
-    they were unfrozen before the save, and are still frozen here. begun: parameters with states
-    here that were frozen until the save: their states begin anew.
+    held: parameters whose states are restored. unfrozen: parameters of `held` that were unfrozen
+    before the save and are still frozen in this model, so they have no states yet. begun:
+    parameters with states in this model that were frozen until the save: their states begin anew.
 
     Raises: ValueError, naming both sides, for another class, other parameters or moments, and for
-    groups or tiles that join parameters which had different values.
+    groups or tiles that join parameters with different saved values.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class MatchedOptimizer:
         if optimizer.title != entry.title:
             raise ValueError(
                 f"{directory} has the states of {entry.title}, and the optimizer is "
-                f"{optimizer.title}: build that one, or give None to restore the parameters alone"
+                f"{optimizer.title}: build the same, or give None to restore the parameters alone"
             )
         names = {param: _names_of(ranges) for param, ranges in found.items()}
         grouped = {name for group in entry.groups for name in group["params"]}
@@ -231,7 +231,7 @@ class MatchedOptimizer:
                 [f"no states of {listed(missing)}, which the optimizer holds"] if missing else []
             )
             parts += (
-                [f"states of {listed(unexpected)}, which it does not hold"] if unexpected else []
+                [f"states of {listed(unexpected)}, not in the optimizer"] if unexpected else []
             )
             raise ValueError(
                 f"{directory} has {'; and '.join(parts)}: give the optimizer the same parameters "
@@ -240,15 +240,14 @@ class MatchedOptimizer:
         self._states: dict[Param, Any] = {}
         for param in self.held:
             saved, mine = entry.params[names[param][0]], list(optimizer.moments_of(param))
-            # A saved moment would have no section here, or a section no saved moment (SGD with and
-            # without momentum, for example).
+            # Moments differ, for example, between SGD with and without momentum.
             if saved["moments"] != mine:
                 raise ValueError(
                     f"{param.name} has the moments {saved['moments']} in {directory}, and {mine} "
-                    "in the optimizer: build it with the same hyper-parameters (whether SGD has "
-                    "momentum, say)"
+                    "in the optimizer: build the optimizer with the same hyper-parameters (such as "
+                    "SGD's momentum)"
                 )
-            # A parameter has one count of steps, and nothing says which of the saved ones is right.
+            # A parameter has one count of steps, but tiles with different counts were saved.
             other = next((name for name in names[param] if entry.params[name] != saved), None)
             if other is not None:
                 raise ValueError(
@@ -267,8 +266,8 @@ class MatchedOptimizer:
         found: Mapping[Param, SavedRanges],
         directory: str,
     ) -> dict[str, Any]:
-        """Return the values of the saved group of these parameters; empty for a group without saved
-        parameters.
+        """Return the values of the saved group that has the parameters of `group`; {} for a group
+        without saved parameters.
         """
         where = {
             name: index for index, saved in enumerate(entry.groups) for name in saved["params"]
@@ -277,23 +276,23 @@ class MatchedOptimizer:
         indices = {
             where[name]: record
             for record in records
-            # The group of a parameter that the save left out has the parameter's name.
+            # A parameter that the save left out has no ranges, but the saved group has its name.
             for name in (_names_of(found[record]) if record in found else [record.name])
             if name in where
         }
         values = [entry.groups[index]["values"] for index in indices]
-        # A group has one value of each kind, and nothing says which of the saved ones is right.
+        # A group has one value of each kind, but groups with different values were saved.
         if any(other != values[0] for other in values[1:]):
             names = " and ".join(record.name for record in list(indices.values())[:2])
             raise ValueError(
-                f"{names} are in one parameter group, and were in groups with other values in "
-                f"{directory}: group them as there"
+                f"{names} are in one parameter group, but in groups with different values in "
+                f"{directory}: group them as in the checkpoint"
             )
         taken: dict[str, Any] = (
             {key: from_json(value) for key, value in values[0].items()} if values else {}
         )
         if taken:
-            # Raises for a value that this optimizer refuses, before anything is written.
+            # Before anything is written: raises for a value that this optimizer refuses.
             self.optimizer.check_group({**group, **taken})
         return taken
 
@@ -303,7 +302,7 @@ class MatchedOptimizer:
             group.update(taken)
         for param, state in self._states.items():
             kept = self.optimizer.state[param.at_rest]
-            # In place: steps and state_dict read the optimizer's mapping.
+            # In place, since steps and state_dict read the optimizer's mapping.
             kept.clear()
             kept.update(state)
         for param in self.begun:
@@ -321,10 +320,10 @@ def _names_of(ranges: SavedRanges) -> list[str]:
 class Restored:
     """The result of `inf.restore`.
 
-    step: steps completed, which is the index of the next one. extra: the object given to
-    `inf.save(extra=)` on this rank; a rank that did not exist then gets that of rank 0. rounded:
-    how another state format rounded the values, "" if all bits are as saved. notes: differences
-    between the saved run and this one, above all those that change numbers from here on. damaged:
+    step: number of completed steps, which is the index of the next step. extra: the object given to
+    `inf.save(extra=)` on this rank; a rank that the saved run did not have gets rank 0's. rounded:
+    how another state format rounded the values; "" if all bits are as saved. notes: differences
+    between the saved run and this run, above all those that change numbers from now on. damaged:
     ranges of this rank's shard that could not be read (`inf.restore(damaged=)`).
     """
 
@@ -337,9 +336,9 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """Shards of this rank, of all flats. rows: their chunks, with the executor's ids. stored:
-    sections of each flat that are written, [flats, SECTION_MAX]. kept: whether a row also has
-    elements that keep the model's values.
+    """Shards of this rank, of all flats. rows: the shards' chunks. ids: the chunks' ids in the
+    executor. stored: whether each section of each flat is written, [flats, SECTION_MAX]. kept:
+    whether a row also has elements that keep the model's values.
     """
 
     store: StateStore
@@ -352,7 +351,7 @@ class _Shards:
     def move(
         self, kind: JobKind, group: Group, buffer: Bytes, mine: npt.NDArray[np.bool_] | None = None
     ) -> Ticket:
-        """Start a FETCH or STORE of a group, or of some of its rows. Does not block."""
+        """Start a FETCH or STORE of a group, or of its rows in the mask `mine`. Does not block."""
         which = slice(None) if mine is None else mine
         rows = group.rows[which]
         flat_of = self.rows["flat"][rows]
@@ -369,8 +368,8 @@ class _Shards:
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """A checkpoint that was matched with the model. notes: on parameters and buffers that only the
-    model or only the checkpoint has."""
+    """A checkpoint that was matched with the model. notes: notes on parameters and buffers that
+    only the model or only the checkpoint has."""
 
     found: Mapping[Param, SavedRanges]
     optimizers: Sequence[MatchedOptimizer]
@@ -406,7 +405,7 @@ class _Older:
 
 
 class _Unreadable(Exception):
-    """Part of a checkpoint could not be read; the cause says why."""
+    """Part of a checkpoint could not be read; `__cause__` is the error of the read."""
 
 
 Damaged = Literal["raise", "report", "from-older"]
@@ -446,16 +445,17 @@ class RestoreJob:
         """Check everything, then write the states. Blocks. Collective.
 
         Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not
-        fit, before anything is written; AioError also while states are written, after which every
-        later call raises StateInvalid. PeerFailed in both cases if another rank has failed.
+        match the model, before anything is written; AioError also while states are written, after
+        which every later call raises StateInvalid. PeerFailed in both cases if another rank has
+        failed.
         """
-        # A running save still reads the states that are about to be written.
+        # A running save still reads the states that this restore will overwrite.
         self._saver.wait_for_last()
         try:
             if self._falls_back:
                 return self._restore_whole(model, given, directory)
             return self._restore_newest(model, given, directory)
-        # Also KeyboardInterrupt: some states are new, and no step may train on such a mixture.
+        # Also after KeyboardInterrupt: no step may train on a mixture of old and new states.
         except BaseException as error:
             if self._begun:
                 self._fail(error, directory)
@@ -464,12 +464,12 @@ class RestoreJob:
     def _restore_newest(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
         with Rendezvous(self._comm, f"restoring {directory}") as ranks:
             checkpoint = self._open(directory) if self._comm.rank == 0 else None
-            # Rank 0 chooses: another rank might see a newer generation a moment later.
+            # Rank 0 chooses the generation, since another rank might already see a newer one.
             mine = {"generation": checkpoint.generation if checkpoint is not None else 0}
             agreed = ranks.all_gather_object(mine)[0]["generation"]
-            # Other ranks open the generation by number, so all read the same one.
+            # All other ranks open rank 0's generation by number.
             checkpoint = checkpoint or self._open(directory, agreed)
-            # In the rendezvous, before anything is written: if one rank refuses, all raise.
+            # Inside of the rendezvous, so that all ranks raise if one rank refuses.
             prepared = self._prepare(model, given, checkpoint)
         with checkpoint:
             return self._write(model, checkpoint, prepared)
@@ -487,8 +487,8 @@ class RestoreJob:
     # -- the newest undamaged commit ---------------------------------------------------------------
 
     def _restore_whole(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
-        """Restore the newest undamaged commit. If all are damaged, restore the newest that can be
-        opened, with its damaged ranges from older commits.
+        """Restore the newest undamaged commit. If all commits are damaged, restore the newest one
+        that can be opened, and read its damaged ranges from older commits.
         """
         numbers = self._generations(directory)
         for number in numbers:
@@ -497,8 +497,8 @@ class RestoreJob:
                 continue
             if self._damage is not None:
                 note = (
-                    f"a newer commit is damaged ({self._damage}); this is step {restored.step}, "
-                    "the newest that is whole"
+                    f"a newer commit is damaged ({self._damage}); step {restored.step} is the "
+                    "newest whole commit"
                 )
                 log.warning("restoring %s: %s", directory, note)
                 restored = dataclasses.replace(restored, notes=(*restored.notes, note))
@@ -517,7 +517,7 @@ class RestoreJob:
             return self._write(model, opened[0], prepared)
 
     def _generations(self, directory: Path) -> list[int]:
-        """List the commits in a directory, newest first, as rank 0 sees them. Collective. Raises:
+        """List the commits that rank 0 finds in a directory, newest first. Collective. Raises:
         AioError if there is none.
         """
         with Rendezvous(self._comm, f"restoring {directory}") as ranks:
@@ -558,7 +558,9 @@ class RestoreJob:
                 return None if self._is_damaged(ranks, damage) else restored
 
     def _is_damaged(self, ranks: Rendezvous, mine: BaseException | None) -> bool:
-        """Return whether some rank met damage, and retain the first for messages. Collective."""
+        """Return whether a rank has found damage, and keep the first error for messages.
+        Collective.
+        """
         damaged = [row["damaged"] for row in ranks.all_gather_object({"damaged": mine is not None})]
         if any(damaged) and self._damage is None:
             assert mine is None or isinstance(mine, Exception)
@@ -592,9 +594,9 @@ class RestoreJob:
 
     def _fail(self, error: BaseException, directory: Path) -> None:
         fault = StateInvalid(
-            f"restoring {directory} was interrupted ({type(error).__name__}: {error}), and some "
-            "parameters are restored and others are not; close this engine, build the model anew "
-            "and restore a whole checkpoint"
+            f"restoring {directory} was interrupted ({type(error).__name__}: {error}), so only "
+            "some parameters are restored; close this engine, build the model anew and restore a "
+            "whole checkpoint"
         )
         fault.__cause__ = error
         self._pipeline.set_fault(fault, final=True)
@@ -602,10 +604,10 @@ class RestoreJob:
     # -- checks ------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, given: object, checkpoint: Checkpoint) -> _Prepared:
-        """Match everything, raise for differences, and read the small state."""
+        """Match checkpoint and model, raise for differences, and read the small state."""
         saver, strict = self._saver, self._strict
         saver.check_between_steps("inf.restore()")
-        # Existence and lengths are checked before any write, contents when they are read.
+        # Check that files exist and have their lengths; reads check their contents.
         if not self._reports:
             checkpoint.check_files()
         params = [param for unit in saver.units for param in unit.params]
@@ -618,8 +620,8 @@ class RestoreJob:
             if len(optimizers) != len(checkpoint.optimizers):
                 raise ValueError(
                     f"{checkpoint.directory} has states of {len(checkpoint.optimizers)} "
-                    f"optimizers, and {len(optimizers)} were given: give as many, in the same "
-                    "order, or None to restore the parameters alone"
+                    f"optimizers, and {len(optimizers)} were given: give the same number in the "
+                    "same order, or None to restore the parameters alone"
                 )
             for optimizer, entry in zip(optimizers, checkpoint.optimizers, strict=True):
                 matched.append(
@@ -642,8 +644,8 @@ class RestoreJob:
         return _Prepared(found, matched, buffers, extra, notes)
 
     def _attachment(self, checkpoint: Checkpoint, kind: str) -> tuple[bytes | None, bool]:
-        """Return this rank's buffers or small state, and whether they were read, maybe from an
-        older commit."""
+        """Return (this rank's buffers or small state; whether they were read, possibly from an
+        older commit)."""
         try:
             return checkpoint.attachment(kind, self._comm.rank), True
         except AioError as error:
@@ -663,13 +665,13 @@ class RestoreJob:
         return None, None
 
     def _origin(self, step: int | None) -> str:
-        """Describe the step from which damaged values were read instead."""
+        """Describe the step whose values replace damaged ones."""
         if step is not None:
-            return f"; it is of step {step} instead"
+            return f"; replaced by the values of step {step}"
         # `damaged="report"` reads no older commits.
         if self._damage is None:
             return ""
-        return "; no older commit has it" if self._older else "; there is no older commit here"
+        return "; no older commit has the values" if self._older else "; there is no older commit"
 
     def _check_groups(self, found: Mapping[Param, SavedRanges], directory: str) -> None:
         """Raise ValueError for ranges that begin inside of a group of quantized moments."""
@@ -691,8 +693,8 @@ class RestoreJob:
                 notes.append(f"{name}={before!r} in the run that saved, {here[name]!r} in this one")
         if checkpoint.world != self._comm.world:
             notes.append(
-                f"{checkpoint.world} ranks saved, {self._comm.world} train on: sums over ranks "
-                "round in another order"
+                f"{checkpoint.world} ranks saved, and {self._comm.world} ranks continue: sums over "
+                "ranks round in another order"
             )
         if checkpoint.left_out:
             numel = sum(entry.numel for entry in checkpoint.left_out)
@@ -723,11 +725,11 @@ class RestoreJob:
         found, optimizers = prepared.found, prepared.optimizers
         params = [param for unit in self._saver.units for param in unit.params]
         stale = [p for p in params if p.grad is not None or p.at_rest.grad is not None]
-        # These gradients belong to the values before the restore.
+        # These gradients were computed with the values before the restore.
         if stale:
             self._states.clear_grads(stale)
         for unit in self._saver.units:
-            # The gathered unit has the old values: the next use gathers it anew.
+            # The gathered unit has the old values: the next use must gather the unit anew.
             if any(param in found for param in unit.params):
                 self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
@@ -757,11 +759,11 @@ class RestoreJob:
         for param in (param for optimizer in optimizers for param in optimizer.begun):
             start, _, numel = param.flat.layout.shard_range(param.param_index, self._comm.rank)
             self._states.store.forget(param.flat, start, numel)
-        # Small state last: a fault before this does not change the optimizers.
+        # Small state last, so that a fault while states are written does not change optimizers.
         for optimizer in optimizers:
             optimizer.apply()
         metadata.write_buffers(model, prepared.buffers)
-        # After the states: a fault before this does not change the count of steps.
+        # Set last, so that a fault does not change the count of steps.
         self._pipeline.steps = checkpoint.step
         self._saver.mode.restored(checkpoint.step)
         self._gradients.forget()
@@ -805,15 +807,15 @@ class RestoreJob:
             # Without an optimizer only section 0, the parameter, is read.
             sections=None if states else (0,),
         )  # fmt: skip
-        # Only the master's if no states are restored; never spilled gradients, which are not part
-        # of a checkpoint.
+        # Without optimizer states, only the master's sections are written. Spilled gradients are
+        # never written, since a checkpoint does not contain them.
         stored = np.zeros((len(flats), SECTION_MAX), dtype=np.bool_)
         signs = np.zeros(len(flats), dtype=np.bool_)
         for index, shard in enumerate(records):
             form = shard.format
             whole = range(form.written_count) if with_states[index] else form.master_sections
             stored[index, list(whole)] = True
-            # Moments that are not restored have signs for the masters before the restore.
+            # If moments are not restored, their sign bits belong to masters before the restore.
             signs[index] = not with_states[index] and form.sign_section is not None
         kept = signs[rows["flat"]]
         left = [
@@ -828,19 +830,19 @@ class RestoreJob:
         return composer, _Shards(store, flats, rows, ids, stored, kept)
 
     def _start(self, reader: ChunkReader, coming: Sequence[Group]) -> None:
-        """Start to read the next groups. The error of a file that cannot be opened is suppressed if
-        it is to be reported: composing the group raises it again."""
-        met_again = self._reports or self._falls_back
-        with contextlib.suppress(AioError) if met_again else contextlib.nullcontext():
+        """Start to read the next groups. If damage is reported or older commits are tried, suppress
+        the error of a file that cannot be opened: composing the group raises the error again."""
+        raised_later = self._reports or self._falls_back
+        with contextlib.suppress(AioError) if raised_later else contextlib.nullcontext():
             reader.start(group.chunks for group in coming)
 
     def _compose(self, composer: Composer, shards: _Shards, group: Group, buffer: Bytes) -> None:
-        """Compose a group in a buffer. If damage is to be reported, elements that cannot be read
-        keep the model's values.
+        """Compose a group in a buffer. If damage is reported, elements that cannot be read keep the
+        model's values.
         """
-        # Between parameters there is padding, which no part covers.
+        # Clear the padding between parameters, which no part covers.
         buffer[: group.size_bytes] = 0
-        # Rows of which some elements keep the model's values are written over these.
+        # Read the model's values of rows that keep some elements.
         kept = shards.kept[group.rows]
         if kept.any():
             shards.move(JobKind.FETCH, group, buffer, kept).wait()
@@ -852,7 +854,7 @@ class RestoreJob:
         except AioError as error:
             if not self._falls_back:
                 raise
-            # Distinguishes a damaged checkpoint from a fault of the drive that is written.
+            # Distinguishes a damaged checkpoint from a fault of the model's drives.
             raise _Unreadable from error
         if lost:
             damaged = np.isin(np.arange(len(group.rows)), lost)
@@ -889,8 +891,8 @@ class RestoreJob:
                 self._note_damage(each, error, first.checkpoint.step)
 
     def _note_damage(self, fill: Fill, error: AioError, step: int | None) -> None:
-        """Record a part that cannot be read; adjacent parts with the same reason are one range.
-        step: of the older commit that the part was read from, or None.
+        """Record a part that cannot be read; adjacent parts with the same reason become one range.
+        step: step of the older commit from which the part was read, or None.
         """
         start = fill.element
         found = DamagedRange(
@@ -914,4 +916,4 @@ class RestoreJob:
 
 
 def _elsewhere() -> PeerFailed:
-    return PeerFailed("another rank cannot restore, and its error says why")
+    return PeerFailed("another rank cannot restore; its error gives the cause")

@@ -1,8 +1,8 @@
-"""Saving a model's states while training continues: small state is captured at once, chunks are
-copied by a thread.
+"""Saving a model's states while training continues: `inf.save` captures small state immediately,
+and a thread copies chunks.
 
     inf.save    captures scalars, groups, buffers, extra; starts a thread
-    training    continues; a job that writes states runs after the save's read of them
+    training    continues; a job that writes states runs after the save's read of these states
     thread      data file, small files  ->  all ranks done: manifests  ->  all done: remove older
 
 The ranks agree in a separate process group, so that collectives of a save and of training do not
@@ -11,7 +11,7 @@ mix. The thread copies a few groups of chunks at a time:
     executor of the run                        this thread          executor of the data file
     FETCH all sections of chunks  -> buffer -> opens the gate   ->  STORE, checksum, write
 
-Manifests commit it.
+Manifests commit the save.
 """
 
 from __future__ import annotations
@@ -77,21 +77,19 @@ from infinity.errors import AioClosedError, AioError, SwapFullError
 log = logging.getLogger("infinity")
 
 GROUPS_AHEAD = 4
-"""Groups that are read at once for each drive."""
+"""Number of groups per drive that are read at once."""
 PATIENCE_S = 1.0
-"""Time that `Save.wait` leaves to a forward that takes over what pending updates compute."""
+"""Time that `Save.wait` waits for a forward, to which pending updates pass their parameters."""
 
 
 def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
-    """Return the chunks of these flats as rows, without places. key: the first key; each section
-    takes one.
-    """
+    """Return the chunks of these flats as rows, without places. key: as in `new_rows`."""
     return new_rows([(np.asarray(shard.starts), shard.records["numel"]) for shard in shards], key)
 
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """Rows that are copied together. flats: of these rows. at: offsets of their sections in a
+    """Rows that are copied together. flats: the rows' flats. at: offsets of the rows' sections in a
     buffer, -1 for sections that a format lacks: [rows, SECTION_MAX]. pads: ranges of the buffer
     that are padding.
     """
@@ -106,17 +104,18 @@ class _Group:
 
 
 class Snapshot:
-    """Copies all flats of a rank as the updates that are pending at construction leave them.
+    """Copies all flats of a rank, with the values after the updates that are pending at
+    construction.
 
-    The constructor submits all reads, so that no later job of a chunk that writes states overtakes
-    the chunk's read. A group of rows is read when `copy_to` opens its gate with a buffer; other
-    reads of its chunks pass the gate. If an update has just ended in a staging buffer, the executor
-    copies the states from there.
+    The constructor submits all reads, so that no later job that writes a chunk's states overtakes
+    the chunk's read. A group of rows is read when `copy_to` opens the group's gate with a buffer;
+    other reads of its chunks pass the gate. If an update has just ended in a staging buffer, the
+    executor copies the states from that buffer.
 
     shards, flats: the flats as records, and as entries of the manifest. order: order of reading,
-    except that flats which a writer waits for are read first. drives: number of drives that are
-    read. progress: called with the bytes of each group that was read. `copy_to` runs in one thread,
-    `before_write` and `wait_read` in others.
+    except that flats for which a writer waits are read first. drives: number of drives that are
+    read. progress: called with the bytes of each group after its read. `copy_to` runs in one
+    thread, `before_write` and `wait_read` in other threads.
     """
 
     def __init__(
@@ -135,10 +134,10 @@ class Snapshot:
         self._progress = progress
         # Guards the groups: other threads call `before_write` while the save's thread copies.
         self._changed = threading.Condition()
-        # Groups to be read, in order: first those that a writer waits for.
+        # Groups to be read, in order. Writers wait for the urgent ones, which are read first.
         self._urgent: dict[_Group, None] = {}
         self._queue: dict[_Group, None] = {}
-        self._gates: list[Gate] = []  # of all groups
+        self._gates: list[Gate] = []  # the gates of all groups
         self._flats = [shard.flat for shard in shards]
         assert set(self._flats) == set(order), "every flat is copied"
         # Groups of each flat whose read has not ended.
@@ -160,12 +159,12 @@ class Snapshot:
         order: npt.NDArray[np.int64],
     ) -> None:
         """Submit the reads of all rows in this order, in groups of about GROUP_BYTES."""
-        # Padded to 4096, as in the data file; the run's executor reads only the contents.
+        # `sizes` are padded to 4096, as in the data file; the run's executor reads only contents.
         exact, sizes = content_bytes(rows[order], flats), section_bytes(rows[order], flats)
         total = sizes.sum(axis=1)
         before = np.cumsum(total) - total
         at = before[:, None] + np.cumsum(sizes, axis=1) - sizes
-        # One call writes a group, and takes rows of one block.
+        # A group has rows of one block only, since one call of `DataWriter.store` writes a group.
         new = (np.diff(before // GROUP_BYTES) != 0) | (np.diff(order // reader.BLOCK_ROWS) != 0)
         jobs = np.zeros(len(order), dtype=JOB)
         jobs["chunk"], jobs["kind"] = ids[order], JobKind.FETCH
@@ -176,9 +175,9 @@ class Snapshot:
             jobs["ptr"][part] = start
             ends = np.stack([start + exact[part], start + sizes[part]], axis=-1)
             gate = self._executor.gate(escapes=False)
-            # First: an interrupt after the submission must not lose it.
+            # Appended before the submission, so that an interrupt does not lose the gate.
             self._gates.append(gate)
-            # The least urgent priority: transfers of training go first.
+            # The lowest priority, so that transfers of training go first.
             ticket = self._executor.submit(jobs[part], priority=Priority.WRITEBACK, gate=gate)
             group = _Group(
                 order[part],
@@ -192,12 +191,12 @@ class Snapshot:
             self._queue[group] = None
             for flat in group.flats:
                 self._unread[flat][group] = None
-        # Passed through once: pending updates end in this order.
+        # An iterator that is consumed once: pending updates end in this order.
         self._coming = iter(tuple(self._queue))
         self._size = max((group.size_bytes for group in self._queue), default=4096)
 
     def before_write(self, flats: Sequence[Flat]) -> None:
-        """Read these flats next: a job that writes their states waits for that."""
+        """Read these flats next, since a job that writes their states waits for the read."""
         with self._changed:
             for flat in flats:
                 for group in self._unread.get(flat, ()):
@@ -206,8 +205,8 @@ class Snapshot:
                         self._urgent[group] = None
 
     def wait_read(self, flats: Sequence[Flat]) -> None:
-        """Block until these flats were read, or the copying has ended or failed."""
-        # A read waits for the update before it, which may wait for a gather.
+        """Block until these flats have been read, or the copying has ended or failed."""
+        # A read waits for the pending update of its chunk, which may wait for a gather.
         self._executor.release_gates()
         self.before_write(flats)
         with self._changed:
@@ -217,9 +216,9 @@ class Snapshot:
     def end(self) -> None:
         """End the copying, and let waiting jobs continue. No group may be read afterwards."""
         with self._changed:
-            # Also after a fault: training must not wait for a copy that is never made. Reads whose
-            # gates are released end without a copy. All gates: a group may have been taken from
-            # the queue, and its buffer not have become free.
+            # Also after a fault, since training must not wait for reads that never run. A read
+            # whose gate is released ends without a copy. All gates are released, also of groups
+            # that were taken from the queue but got no buffer.
             for gate in self._gates:
                 gate.release()
             self._gates.clear()
@@ -228,12 +227,11 @@ class Snapshot:
             self._changed.notify_all()
 
     def copy_to(self, writer: DataWriter) -> None:
-        """Copy all flats. Blocks. Raises the fault of a read or a write; then the file is useless.
-        """
+        """Copy all flats. Blocks. Raises the error of a read or write; the file is then useless."""
         try:
-            # One buffer for each read in flight, and those that `BUFFERS` has for writes.
+            # One buffer for each read in flight, and the BUFFERS - READ_AHEAD buffers for writes.
             with slab_buffers(self._size, self._ahead + BUFFERS - READ_AHEAD) as buffers:
-                # `reusable` waits until filled, not done: then the data file's executor has a copy.
+                # `reusable` waits only until the data file's executor has copied the buffer.
                 pipeline = ChunkPipeline(
                     buffers,
                     ahead=self._ahead,
@@ -243,15 +241,15 @@ class Snapshot:
                         group.rows,
                         np.where(group.at >= 0, group.at + buffer.ctypes.data, 0).astype(np.uint64),
                     ),
-                    # A full or failing drive ends the save now, not after the last chunk.
+                    # Raise the error of a full or failing drive now, not after the last chunk.
                     finish=lambda _group, _buffer: writer.check(),
                     reusable=lambda ticket: ticket.wait_filled(),
-                    # A pending update still passes its parameters on to the next forward.
+                    # Waits in a way that lets a pending update pass parameters to the next forward.
                     wait_read=lambda group, _ticket: group.ticket.wait_turn(),
                 )
                 pipeline.run(iter(self._take, None))
         finally:
-            # Also after an error: jobs behind reads that were not made continue.
+            # Also after an error: jobs that wait for reads must continue.
             self.end()
 
     def _take(self) -> _Group | None:
@@ -259,7 +257,7 @@ class Snapshot:
             groups = self._urgent or self._queue
             group = next(iter(groups), None)
             if not self._urgent:
-                # States that an update leaves in a staging buffer, before those that are read.
+                # Prefer states that an update leaves in a staging buffer: they need no read.
                 upcoming = (
                     each
                     for each in self._coming
@@ -287,11 +285,11 @@ class Snapshot:
 
 
 class Linkable(Protocol):
-    """A durable run, whose files a checkpoint may share (durable/run.py)."""
+    """A durable run, whose files a checkpoint may share by hard links (durable/run.py)."""
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:
-        """Make hard links to the newest generation's files in `directory`. Returns None if that is
-        not possible.
+        """Make hard links in `directory` to the newest generation's files. Returns None if links
+        are not possible.
 
         Raises: AioError.
         """
@@ -299,7 +297,7 @@ class Linkable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Captured:
-    """Small state of a save, its layout, and the flats that it describes."""
+    """Small state of a save, the saved layout, and the saved flats."""
 
     layout: Layout
     flats: tuple[Flat, ...]
@@ -310,12 +308,12 @@ class _Captured:
 
 
 class Save:
-    """A save into `directory`, running or ended. step: optimizer steps completed when it began.
-    generation: the checkpoint's number in the directory. hurry: lets pending updates end without a
-    forward.
+    """A save into `directory`, running or ended. step: optimizer steps completed when the save
+    began. generation: the checkpoint's number in the directory. hurry: lets pending updates end
+    without a forward.
 
-    size_bytes: bytes of this rank's states. copied_bytes: bytes of them that are copied; 0 if the
-    files of a durable run are hard-linked instead.
+    size_bytes: bytes of this rank's states. copied_bytes: bytes that are copied; 0 if the files of
+    a durable run are hard-linked instead.
     """
 
     def __init__(
@@ -334,12 +332,13 @@ class Save:
         self.generation = generation
         self.size_bytes = size_bytes
         self.copied_bytes = copied_bytes
-        # The save's thread sets it; any thread may wait.
+        # Set by the save's thread; any thread may wait.
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        # True once the error was reported to the user; otherwise a later call raises it.
+        # True once the error was reported to the user; otherwise a later call of the engine raises
+        # the error.
         self.reported = False
-        # True if only `wait` shall raise the error, and has not done so.
+        # True if only `wait` shall raise the error, and has not raised it.
         self.left = False
 
     @property
@@ -351,12 +350,12 @@ class Save:
         """Block until the checkpoint is complete and on the drive, on all ranks.
 
         Raises: at every call, the error that stopped the save (SwapFullError, DeviceFailedError,
-        ChecksumError of stored states, AioError if another rank failed); then the directory is as
-        before the save. TimeoutError after `timeout` seconds.
+        ChecksumError of stored states, AioError if another rank failed); the directory then has the
+        same checkpoint as before the save. TimeoutError after `timeout` seconds.
         """
         ended = self._ended.wait(PATIENCE_S if timeout is None else min(timeout, PATIENCE_S))
         if not ended and (timeout is None or timeout > PATIENCE_S):
-            # Pending updates wait for a forward, which this thread may be to run.
+            # Pending updates wait for a forward, which perhaps only this thread can run.
             self._hurry()
             ended = self._ended.wait(None if timeout is None else timeout - PATIENCE_S)
         if not ended:
@@ -372,7 +371,7 @@ class Save:
         self.reported = self.left = True
 
     def report_error(self) -> None:
-        """Warn once of an error that only `wait` would raise, and that it has not raised. Does not
+        """Warn once of an error that only `wait` would raise, if `wait` has not raised it. Does not
         block.
         """
         if self.left and self.done and self._error is not None:
@@ -381,13 +380,13 @@ class Save:
             log.warning("no checkpoint of step %d was written: %s", self.step, text)
 
     def end(self, error: BaseException | None) -> None:
-        # Before the event: a thread that wakes up reads the error.
+        # Set before the event, since threads that the event wakes read the error.
         self._error = error
         self._ended.set()
 
     def __repr__(self) -> str:
         state = (
-            "under way"
+            "running"
             if not self.done
             else "done"
             if self._error is None
@@ -397,7 +396,8 @@ class Save:
 
 
 class Saver:
-    """Makes the saves of one model, one at a time. One thread uses it; another copies the states.
+    """Makes the saves of one model, one at a time. One thread calls it; another thread copies the
+    states.
     """
 
     def __init__(
@@ -452,47 +452,48 @@ class Saver:
         frozen: bool = True,
     ) -> Save:
         """Capture small state and start copying to `target`, an absolute path, since the current
-        directory may change while the thread runs. Blocks for the save before. Collective.
+        directory may change while the thread runs. Blocks until an earlier save ends. Collective.
 
         run: the durable run whose files may be linked instead. frozen: also save flats without
         trainable parameters.
 
-        Raises: ValueError, RuntimeError, MemoryError; AioError where another rank cannot save; the
-        error of the save before, if it was not raised yet.
+        Raises: ValueError, RuntimeError, MemoryError; AioError if another rank cannot save; the
+        error of the earlier save, if it was not raised yet.
         """
-        # One save at a time: two would take twice the memory, and guard the same states.
+        # One save at a time: two would need twice the memory, and would guard the same states.
         self.wait_for_last()
-        # The error of a save in the background must be reported.
         self.raise_fault()
         self.report_last()
         problem: BaseException | None = None
         mine = [0.0, 0.0, 0.0]
-        # Closed when the save has ended.
+        # The save closes the stack when it has ended.
         undo = contextlib.ExitStack()
         try:
             captured = self._capture(model, given, extra, frozen=frozen)
-            # inf.restore would find the run there instead of the checkpoint.
+            # inf.restore would read a durable run in the directory instead of the checkpoint.
             check_no_run(target)
             make_directory(target)
             if self.comm.rank == 0:
-                # Only on rank 0: one lock for the save, and the same numbers for all ranks.
+                # Rank 0 takes the lock, and draws the numbers for all ranks.
                 undo.callback(DirectoryLock(target).release)
-                # The second number is random, so that manifests of two saves never make up one
-                # generation. Both are below 2^53, so floats hold them exactly.
+                # The second number is random, so that manifests of different saves never form a
+                # generation. Both are below 2^53, so floats represent them exactly.
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
         # Releases the directory if the save does not start.
         with undo:
-            # Sums: rank 0's numbers, as other ranks contribute zeros; and how many ranks failed.
+            # Other ranks contribute zeros to the two numbers. The third sum counts failed ranks.
             agreed = self.comm.all_reduce_sum(mine)
             if problem is not None:
                 raise problem
             if agreed[2]:
                 raise AioError(
-                    "another rank cannot save; its error says why", path=str(target), op="write"
+                    "another rank cannot save; its error gives the cause",
+                    path=str(target),
+                    op="write",
                 )
-            # Before an older checkpoint is replaced: parts that differ do not make up a checkpoint.
+            # Checked before an older checkpoint is replaced.
             if self._differs(captured.layout):
                 raise ValueError(
                     "inf.save() would save different parameters on some ranks: give the same "
@@ -501,7 +502,7 @@ class Saver:
             try:
                 return self._start(captured, target, agreed, step, undo, run)
             except BaseException as error:
-                # The other ranks have begun, and would wait for this rank's part.
+                # All other ranks have begun, and would wait for this rank's part.
                 self.comm.report_failure(error)
                 raise
 
@@ -521,17 +522,17 @@ class Saver:
         undo: contextlib.ExitStack,
         run: Linkable | None,
     ) -> Save:
-        """Start copying. agreed: the generation's number and the save's. undo: closed when
-        the save has ended.
+        """Start copying. agreed: the generation's number and the save's. undo: the save closes this
+        stack when it has ended.
         """
-        # A separate group: collectives of training continue in the model's group.
+        # A separate process group, since training uses the model's group meanwhile.
         if self._aside is None:
             self._aside = self.comm.fork()
         flats = captured.layout.flats
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
-        # An error is passed to the thread, where the ranks agree: no rank may return before that.
-        # A save without frozen parameters is a copy: the run's files contain them.
+        # An error of the link is raised in the thread, where the ranks agree on the result. A save
+        # without frozen parameters is copied, since the run's files contain these parameters.
         linked, refused = _try_link(
             None if captured.layout.left_out else run, target, int(agreed[0])
         )
@@ -557,7 +558,7 @@ class Saver:
             )
             undo.callback(self.states.store.guard, None)
             undo.callback(snapshot.end)
-            # From here on the snapshot reads first what jobs that write states wait for.
+            # From now on the snapshot first reads states for which a writing job waits.
             self.states.store.guard(snapshot)
         job = _SaveJob(
             save,
@@ -569,24 +570,24 @@ class Saver:
             int(agreed[1]),
             self.policy.io_backend,
         )
-        # From here on the thread releases the directory's lock.
+        # From now on the thread releases the directory's lock.
         kept = undo.pop_all()
-        # Not a daemon: at exit the interpreter waits for the thread, so a save is not cut off.
+        # Not a daemon: at exit the interpreter waits for the thread, so that the save ends.
         thread = threading.Thread(target=self._run, args=(job, line, kept), name="infinity-save")
-        # Not earlier: later calls wait until it has ended.
+        # Set only now, since later calls wait for this save's end.
         self._last = save
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
-            # The system cannot start a thread. Run the job here with this error, so that it tells
-            # the other ranks, and releases states, lock and line.
+            # The system cannot start a thread. Run the job in this thread with the error, so that
+            # it informs all ranks, and releases states, lock and progress line.
             self._run(dataclasses.replace(job, refused=error), line, kept)
         return save
 
     def _capture(
         self, model: torch.nn.Module, given: object, extra: Any, *, frozen: bool
     ) -> _Captured:
-        # Within a step, states and small state would belong to different steps.
+        # During a step, states and small state would belong to different steps.
         self.check_between_steps("inf.save()")
         optimizers = metadata.optimizers_of(given, self.units)
         metadata.check_all_held(self.units, optimizers, self.optimizer_of)
@@ -599,7 +600,7 @@ class Saver:
                 "inf.save(frozen=False) would save no parameter: none requires a gradient or has "
                 "optimizer states; save with frozen=True"
             )
-        # All tiles of a weight are saved together: a part of them would look like a smaller weight.
+        # All tiles of a weight are saved or none: a part would look like a smaller weight.
         whole = {param.keys[0] for flat in flats for param in flat.params}
         flats = [flat for flat in self.flats if any(p.keys[0] in whole for p in flat.params)]
         held = set(flats)
@@ -615,11 +616,10 @@ class Saver:
         return param.at_rest.requires_grad or self.optimizer_of(param) is not None
 
     def _order(self, saved: Sequence[Flat]) -> list[Flat]:
-        """Order these flats as the next step updates them: in the order of forward, or in reverse
-        if backward updates."""
+        """Return these flats in the order in which the next step updates them."""
         units = list(self.units)
         if self.policy.last_unit_first:
-            # Backward updates the last unit first, so that unit is copied first.
+            # Updates during backward begin with the last unit, which is therefore copied first.
             units.reverse()
         wanted = set(saved)
         return [flat for unit in units for flat in unit.flats if flat in wanted]
@@ -632,7 +632,7 @@ class Saver:
             error = met
         finally:
             line.end()
-            # In this order: states and directory are released before `Save.done` is true.
+            # Release states and directory before `Save.done` becomes true.
             undo.close()
             if error is None:
                 self.drives.saved(job.handle.step, job.handle.directory)
@@ -643,9 +643,9 @@ class Saver:
     def wait_for_last(self) -> None:
         """Block until no save is running. Does not raise the save's error."""
         if self._last is not None:
-            # `raise_fault` or `Save.wait` raises its error.
+            # `raise_fault`, or the user's `Save.wait`, raises the error.
             with contextlib.suppress(Exception):
-                # Restored below: this wait does not report the error to the user.
+                # Restore both flags: this wait does not report the error to the user.
                 reported, left = self._last.reported, self._last.left
                 try:
                     self._last.wait()
@@ -655,13 +655,13 @@ class Saver:
     def raise_fault(self) -> None:
         """Raise the error of the last save, if it was not raised before. Does not block."""
         if self._last is not None and self._last.done and not self._last.reported:
-            # Raised once; then further saves are possible.
+            # The error is raised once; then further saves are possible.
             self._last.reported = True
             self._last.wait()
 
     def report_last(self) -> None:
-        """Warn of the error of the last save if only `Save.wait` would raise it, and was not
-        called. Does not block."""
+        """Warn of the last save's error if only `Save.wait` would raise it, and the user has not
+        called `wait`. Does not block."""
         if self._last is not None:
             self._last.report_error()
 
@@ -669,8 +669,7 @@ class Saver:
 def _try_link(
     run: Linkable | None, target: Path, generation: int
 ) -> tuple[StoredStates | None, Exception | None]:
-    """Return the linked states, or None if states are copied; and an error of the link, which is
-    raised where all ranks agree."""
+    """Return (linked states, or None if states are to be copied; the error of linking, or None)."""
     if run is None:
         return None, None
     try:
@@ -681,7 +680,7 @@ def _try_link(
 
 @dataclasses.dataclass(frozen=True)
 class _SaveJob:
-    """The work of one save, in a separate thread."""
+    """The work of one save's thread."""
 
     handle: Save
     captured: _Captured
@@ -701,19 +700,19 @@ class _SaveJob:
         except BaseException:
             remove_part(directory, self.handle.generation, rank)
             raise
-        # From here on this rank's part may belong to a complete checkpoint. It is removed only when
-        # all ranks know that it does not.
+        # From now on this rank's part may belong to a complete checkpoint. It is removed only if
+        # the ranks agree that some rank has not committed.
         problem, failed = self._together(self._commit)
         if failed:
             remove_part(directory, self.handle.generation, rank)
             self._raise(problem, failed)
-        # Only now, when every rank's manifest has its name: after a crash before this, the older
+        # Every rank's manifest now has its final name. After a crash before this point, the older
         # checkpoint is valid.
         if rank == 0:
             self._remove_older()
 
     def _together(self, part: Callable[[], None]) -> tuple[BaseException | None, bool]:
-        """Run `part` on all ranks. Returns its error on this rank, and whether it failed on any.
+        """Run `part` on all ranks. Returns (its error on this rank, whether it failed on any rank).
         Collective."""
         problem: BaseException | None = None
         try:
@@ -728,7 +727,7 @@ class _SaveJob:
         if failed:
             raise AioError(
                 "another rank failed to write its part of the checkpoint, so there is no new "
-                "checkpoint; its error says why",
+                "checkpoint; that rank's error gives the cause",
                 path=str(self.handle.directory),
                 op="write",
             )
@@ -747,7 +746,7 @@ class _SaveJob:
         )
         with contextlib.ExitStack() as undo:
             if self.snapshot is not None:
-                # Also if no copy began: training does not wait until the other ranks have written.
+                # Also if no copy began: training must not wait until all ranks have written.
                 undo.callback(self.snapshot.end)
             self._write_part(part)
 
@@ -755,7 +754,7 @@ class _SaveJob:
         captured = self.captured
         try:
             if self.refused is not None:
-                # Raised here, so that other ranks learn of it as of any other error.
+                # Raised here, so that `_together` informs all ranks.
                 raise self.refused
             write_part(
                 self.handle.directory,
@@ -766,12 +765,12 @@ class _SaveJob:
                 backend=self.backend,
                 stored=self.linked,
             )
-        # The message gives the bytes of the whole save, not of the file that did not fit.
+        # The new message has the bytes of the whole save, not of the file that did not fit.
         except SwapFullError as error:
             raise SwapFullError(
-                f"no room for a checkpoint of {self.handle.size_bytes} bytes in "
+                f"no space for a checkpoint of {self.handle.size_bytes} bytes in "
                 f"{str(self.handle.directory)!r} in addition to the existing checkpoint, which is "
-                "unchanged: free space, or save elsewhere",
+                "unchanged: free space, or save to another drive",
                 errno=error.errno or 0,
                 path=error.path,
                 op=error.op,
@@ -784,7 +783,7 @@ class _SaveJob:
 
     def _remove_older(self) -> None:
         try:
-            # A file that cannot be removed does not fail this save: a later one removes it.
+            # A file that cannot be removed does not fail this save; a later save removes it.
             remove_others(self.handle.directory, self.handle.generation)
         except OSError as error:
             log.warning(

@@ -2,10 +2,10 @@
 byte of a generation against its checksums.
 
     list_generations    manifests and the lengths of files; reads no states
-    VerifyJob           reads all, and names all damage: file, range, parameter
+    VerifyJob           reads all files, and names all damage: file, range, parameter
 
-If the manifest of one rank is damaged, the manifests of the other ranks are still read. If the
-checksums of a chunk do not match, the chunk is checked piece by piece.
+If the manifest of one rank is damaged, both still read the manifests of all other ranks. If the
+checksums of a chunk do not match, `VerifyJob` checks the chunk piece by piece.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from infinity.errors import AioError, ChecksumError
 
 @dataclasses.dataclass(frozen=True)
 class ListedFile:
-    """A file that a manifest names, or a manifest. disk_bytes: its size on the drive; None for a
-    missing file.
+    """A manifest, or a file that a manifest names. disk_bytes: allocated bytes on the drive; None
+    for a missing file.
     """
 
     rank: int
@@ -59,8 +59,8 @@ class ListedFile:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A generation of a directory. why_not: why the generation is not whole, "" if it is whole. The
-    other fields are what the readable manifests say.
+    """A generation of a directory. why_not: why the generation is not whole, "" if it is whole. All
+    other fields come from the readable manifests.
 
     params: elements of the saved parameters. formats: these elements by state format. left_out:
     elements of frozen parameters that were not saved. written_s: the time of the last written
@@ -86,13 +86,11 @@ class Generation:
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
-    """Find the checkpoints in a directory: the directory itself or the durable run in it, and the
-    same for each sub-directory.
-    """
+    """Find checkpoints and durable runs in a directory and in its direct sub-directories."""
     found: list[Path] = []
     if not directory.is_dir():
         return found
-    # A run inside is found through its parent (`run_directory`), and must not be listed twice.
+    # `run_directory` finds a run through the run's parent, so the run itself is not listed again.
     below = sorted(
         path for path in directory.iterdir() if path.is_dir() and path.name != RUN_DIRECTORY
     )
@@ -104,8 +102,8 @@ def find_checkpoints(directory: Path) -> list[Path]:
 
 
 def list_generations(directory: Path) -> list[Generation]:
-    """List the generations there that have a manifest, newest first. Reads manifests, and no
-    states.
+    """List the generations of a directory that have a manifest, newest first. Reads manifests, but
+    no states.
     """
     return [_describe(directory, number) for number in generations(directory)]
 
@@ -119,7 +117,7 @@ def _describe(directory: Path, number: int) -> Generation:
         try:
             manifest = read_manifest(path)
         except (AioError, ValueError) as error:
-            # The other ranks' manifests are still read: they show what remains.
+            # Read all other ranks' manifests, too: they show which parts remain.
             how = f"damaged: {error}" if path.exists() else "missing"
             problems.append(f"the manifest of rank {rank} is {how}")
         else:
@@ -133,7 +131,7 @@ def _describe(directory: Path, number: int) -> Generation:
         rank += 1
     files = [file for manifest in manifests for file in _files_of(directory, manifest, problems)]
     first = manifests[0] if manifests else None
-    # From one rank: all have the same layout.
+    # One manifest is enough, since all ranks have the same layout.
     formats: Counter[str] = Counter()
     for flat in first.layout.flats if first is not None else ():
         numel = sum(param.numel for param in flat.params)
@@ -179,8 +177,7 @@ def _files_of(directory: Path, manifest: Manifest, problems: list[str]) -> list[
 def _listed(directory: Path, rank: int, file: FileEntry) -> ListedFile:
     taken = None
     with contextlib.suppress(OSError):
-        # st_blocks counts 512 bytes, whatever the block of the file system; sparse parts take
-        # nothing.
+        # st_blocks counts units of 512 bytes on every file system, without holes of sparse files.
         taken = (directory / file.name).stat().st_blocks * 512
     return ListedFile(rank, file.name, file.size_bytes, taken)
 
@@ -197,13 +194,13 @@ def _written(directory: Path, number: int, world: int) -> float | None:
 
 
 AHEAD = 4
-"""Chunks that are read at once. The pipeline has as many buffers: nothing is written."""
+"""Chunks that are read at once. The pipeline needs no more buffers, since it writes nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
     """A damaged range of a file. what: the parameters and the section in that range, or the kind of
-    file; reason: the damage in words.
+    file. reason: a description of the damage.
     """
 
     path: str
@@ -223,24 +220,25 @@ class VerifyJob:
     def __init__(
         self, directory: Path, generation: int | None = None, *, backend: str = "auto"
     ) -> None:
-        # Without generations that have partial manifests only: a save under way is no damage.
-        there = begun_commits(directory) if directory.is_dir() else []
-        if generation is not None and generation not in there:
-            known = ", ".join(map(str, there)) or "none"
+        # `begun_commits` leaves out generations with partial manifests only: a running save is not
+        # damage.
+        begun = begun_commits(directory) if directory.is_dir() else []
+        if generation is not None and generation not in begun:
+            known = ", ".join(map(str, begun)) or "none"
             raise AioError(
-                f"there is no generation {generation} (there: {known})",
+                f"there is no generation {generation} (existing: {known})",
                 errno=errno.ENOENT,
                 path=str(directory),
                 op="open",
             )
-        if not there:
+        if not begun:
             raise AioError(
                 "there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open"
             )
         self.directory = directory
-        # The generation that a restore would take. A damaged manifest counts as there: otherwise
-        # the damage would hide the generation.
-        whole = next((number for number in there if self._is_committed(number)), there[0])
+        # The generation that a restore would choose. A generation with a damaged manifest counts as
+        # committed: otherwise the damage would hide the generation.
+        whole = next((number for number in begun if self._is_committed(number)), begun[0])
         self.generation = whole if generation is None else generation
         self._backend = backend
         self.damage: list[Damage] = []
@@ -251,8 +249,8 @@ class VerifyJob:
     def verify(
         self, progress: Callable[[str, int], object] = lambda _file, _size: None
     ) -> list[Damage]:
-        """Read the whole generation, and return all damage. Blocks. progress: gets the file and
-        the bytes of each chunk.
+        """Read the whole generation, and return all damage. Blocks. progress: called with the file
+        and the bytes of each chunk.
         """
         for manifest in self.manifests:
             for file in manifest.attached:
@@ -262,7 +260,7 @@ class VerifyJob:
         return self.damage
 
     def _is_committed(self, generation: int) -> bool:
-        """Return whether no rank's manifest is missing; damaged ones count."""
+        """Return whether every rank has a manifest; a damaged manifest counts."""
         names = {path.name for path in self.directory.glob(f"{manifest_name(generation, 0)[:-1]}*")}
         for name in names:
             try:
@@ -270,7 +268,7 @@ class VerifyJob:
             except (AioError, ValueError):
                 # `_read_manifests` reports the damage.
                 continue
-            # Any readable manifest tells how many ranks there are.
+            # Every readable manifest has the number of ranks.
             return all(manifest_name(generation, rank) in names for rank in range(world))
         return bool(names)
 
@@ -285,18 +283,19 @@ class VerifyJob:
                 manifest = read_manifest(path)
             except AioError as error:
                 reason = "is missing" if error.errno == errno.ENOENT else "is not what was written"
-                # The manifest, or the table that it names.
+                # The error names the manifest, or the table that the manifest names.
                 where = Path(error.path) if error.path else path
                 self._report(where, 0, error.length, f"the manifest of rank {rank}", reason)
                 world = max(world, self._ranks())
-            # A later release wrote the manifest, its version is damaged, or no engine wrote it.
+            # A later release wrote the manifest, the manifest's version is damaged, or no engine
+            # wrote it.
             except ValueError as error:
                 what = f"the manifest of rank {rank}"
                 self._report(path, 0, path.stat().st_size, what, str(error))
                 world = max(world, self._ranks())
             else:
                 world = max(world, manifest.world)
-                # Ranks must be of one save: compare with the first rank.
+                # All manifests must be of one save: compare each with the first.
                 if found and (manifest.save, manifest.world) != (found[0].save, found[0].world):
                     self._report(
                         path,
@@ -311,8 +310,8 @@ class VerifyJob:
         return found
 
     def _ranks(self) -> int:
-        # A damaged manifest does not say how many ranks there are: go by the highest rank in the
-        # names of the manifests.
+        # A damaged manifest does not give the number of ranks: use the highest rank in the names of
+        # manifests.
         prefix = manifest_name(self.generation, 0).removesuffix("0")
         ranks = [path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*")]
         return 1 + max((int(rank) for rank in ranks if rank.isdigit()), default=0)
@@ -337,7 +336,7 @@ class VerifyJob:
     def _file(self, manifest: Manifest, index: int, progress: Callable[[str, int], object]) -> None:
         file = manifest.files[index]
         path = self.directory / file.name
-        # Rows of one file: each file has a separate reader.
+        # Each file has a separate reader, which gets the rows of this file.
         mine = np.flatnonzero(manifest.rows["file"] == index)
         try:
             size = path.stat().st_size
@@ -364,13 +363,13 @@ class VerifyJob:
             mine = mine[ends <= size]
         if not len(mine):
             return
-        # The reader refuses a file shorter than its entry, and the cut was reported already.
-        there = dataclasses.replace(file, size_bytes=min(size, file.size_bytes))
+        # The reader refuses a file that is shorter than its entry; the cut has been reported.
+        entry = dataclasses.replace(file, size_bytes=min(size, file.size_bytes))
         rows = manifest.rows[mine]
         rows["file"] = 0  # an index into the reader's files
         reader = DataReader(
             self.directory,
-            [there],
+            [entry],
             rows,
             manifest.layout.flats,
             manifest.sums,
@@ -395,20 +394,20 @@ class VerifyJob:
         path: Path,
         done: Callable[[int], object],
     ) -> None:
-        """Read and check these rows, which are all rows of the reader."""
+        """Read and check the rows `mine`, which are all rows of the reader."""
         padded = section_bytes(manifest.rows, manifest.layout.flats)
         size = int(padded[mine].sum(axis=1).max(initial=4096))
 
         def read(item: tuple[int, int], buffer: Bytes) -> Ticket:
             in_file, row = item
             at = np.cumsum(padded[row]) - padded[row] + buffer.ctypes.data
-            # Other sections of the chunk lie in other rows, which are read in their turn.
+            # Other sections of the chunk are in other rows, which are read separately.
             wanted = np.where(manifest.rows[row]["section_at"] >= 0, at, 0)[None]
             (ticket,) = reader.fetch(np.array([in_file]), wanted.astype(np.uint64))
             return ticket
 
         def failed(item: tuple[int, int], error: AioError) -> None:
-            # The executor reports only the first damaged piece; the user wants all of them.
+            # The executor reports only the first damaged piece; `_look_closer` reports all.
             if isinstance(error, ChecksumError):
                 self._look_closer(manifest, item[1], path, error)
             else:
@@ -418,7 +417,7 @@ class VerifyJob:
         with slab_buffers(size, AHEAD) as buffers:
             pipeline = ChunkPipeline(
                 buffers,
-                # All buffers serve reads: nothing is written, so no write needs a buffer.
+                # All buffers are for reads, since nothing is written.
                 ahead=AHEAD,
                 read=read,
                 # The executor has compared the checksums.
@@ -433,15 +432,14 @@ class VerifyJob:
         first read's error.
         """
         before = len(self.damage)
-        # A second read, through the page cache. The executor's read may have bypassed the cache.
+        # This second read uses the page cache, which the executor's read may have bypassed.
         with path.open("rb") as file:
             for piece in _pieces(manifest, row):
                 file.seek(piece.offset)
                 if not piece.matches(file.read(piece.length)):
                     what = ", ".join(_places(manifest, row, piece))
                     self._report(path, piece.offset, piece.length, what, "is not what was written")
-        # The second read found the right bytes, so the drive gave wrong bytes the first time:
-        # report that.
+        # The second read found the right bytes, so the drive returned wrong bytes the first time.
         if len(self.damage) == before:
             what = ", ".join(_places(manifest, row))
             self._report(
@@ -454,7 +452,7 @@ class VerifyJob:
 
 
 def _row_bytes(manifest: Manifest) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Count the bytes that are read of every row: the sections in the row, except zero sections."""
+    """Count the bytes that `VerifyJob` reads of each row: its sections except zero sections."""
     sizes = section_bytes(manifest.rows, manifest.layout.flats)
     zeros = manifest.rows["zeros"][:, None] >> np.arange(SECTION_MAX) & 1 != 0
     read: np.ndarray[tuple[int], np.dtype[np.int64]] = np.where(
@@ -501,7 +499,7 @@ def _pieces(manifest: Manifest, row: int) -> Iterator[_Piece]:
             continue
         start = int(entry["file_offset"]) + int(entry["section_at"][s])
         total = int(padded[s]) if how == PADDED else section.size_bytes(numel)
-        # As the executor took checksums: by bytes for padded rows, by elements for rows of a run.
+        # Executors compute checksums of padded rows by bytes, and of a run's rows by elements.
         step = PIECE_BYTES if how == PADDED else section.size_bytes(PIECE_NUMEL)
         # A padded section is a separate chunk, so its key differs and its number is 0.
         key, number = int(entry["key"]) + s * (how == PADDED), s * (how != PADDED)
@@ -532,7 +530,7 @@ def _places(manifest: Manifest, row: int, piece: _Piece | None = None) -> list[s
     entry = manifest.rows[row]
     flat = manifest.layout.flats[entry["flat"]]
     low, high = (piece.low, piece.high) if piece is not None else (0, int(entry["numel"]))
-    # From the shard to the whole flat, where parameters have their offsets.
+    # Convert indices of the shard to those of the whole flat, as parameters' offsets are.
     base = manifest.rank * flat.shard_numel + int(entry["start"])
     found = []
     for param in flat.params:

@@ -1,10 +1,10 @@
 """Writing one rank's part of a new generation.
 
-    DataWriter     data-…                                              the states, at drive speed
-    write_part     data-…  buffers-…  extra-…  manifest-….partial      all on the drive
-    commit_part    manifest-….partial -> manifest-…                    the parts of all are written
+    DataWriter     data-…                                              writes the states
+    write_part     data-…  buffers-…  extra-…  manifest-….partial      writes and flushes all files
+    commit_part    manifest-….partial -> manifest-…                    after all ranks' write_part
 
-The manifest gets its name last: a part without a manifest belongs to no checkpoint.
+The manifest gets its final name last: a part without a manifest belongs to no checkpoint.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _KINDS = ("data", "buffers", "extra")
 
 
 def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
-    """Return the chunks of a rank's shards, one of each flat, as rows without places.
+    """Return the chunks of a rank's shards, one shard of each flat, as rows without places.
 
-    key: the first key. Row i takes the SECTION_MAX keys from key + i * SECTION_MAX on.
+    key: the first key. Row i has the SECTION_MAX keys from key + i * SECTION_MAX on.
     """
     whole = chunk_rows(shards, ROW)
-    # SECTION_MAX apart: every section of every row has a separate key, which seeds its checksums.
+    # Every section of every row has a separate key, which seeds the section's checksums.
     whole["key"] = np.uint64(key) + np.arange(len(whole), dtype=np.uint64) * np.uint64(SECTION_MAX)
     return whole
 
@@ -68,11 +68,11 @@ def chunk_rows(shards: Sequence[Chunks], dtype: npt.DTypeLike) -> npt.NDArray[np
 
 
 class DataWriter:
-    """A new data file: rows are written in any order, several at once, and are on the drive after
-    `finish`. One thread uses it.
+    """A new data file. Rows are written in any order, several at once; after `finish` they are on
+    the drive. Threads may not share it.
 
     rows: ROW [n]; the constructor sets their places. flats: the flats that rows["flat"] indexes.
-    The constructor preallocates the whole file, so that a full drive is found before any write.
+    The constructor preallocates the whole file, so that a full drive raises before any write.
     Raises: SwapFullError, AioError; an unusable file may then remain.
     """
 
@@ -82,9 +82,9 @@ class DataWriter:
         self.rows = rows
         sizes = section_bytes(rows, flats)
         before = np.cumsum(sizes, axis=1) - sizes
-        # The format lacks a section that has no bytes.
+        # -1 marks sections without bytes, which the format lacks.
         rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), PADDED
-        rows["zeros"] = 0  # all is written
+        rows["zeros"] = 0  # every section is written
         rows["run_bytes"] = sizes.sum(axis=1)
         rows["file_offset"] = np.cumsum(rows["run_bytes"]) - rows["run_bytes"]
         pieces = pieces_of(rows, flats).sum(axis=1)
@@ -93,9 +93,9 @@ class DataWriter:
         self.entry = FileEntry(path.name, int(rows["run_bytes"].sum()))
         with contextlib.ExitStack() as undo:
             self._file = undo.enter_context(SwapFile.new(path))
-            # All at once, to detect a full drive before the first write.
+            # The whole file, so that a full drive raises before the first write.
             self._file.grow(self.entry.size_bytes)
-            # A staging buffer holds one section: a padded row is written section by section.
+            # Padded rows are written section by section, so a staging buffer holds one section.
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
             self._executor = open_executor(
                 [self._file], small=PoolSpec(0, 0), large=pool, backend=backend
@@ -106,8 +106,8 @@ class DataWriter:
             self._undo = undo.pop_all()
 
     def store(self, rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]) -> Ticket:
-        """Start writing rows of one block (`RowChunks`) from these addresses, [rows, SECTION_MAX],
-        each section padded with zeros to a multiple of 4096. Does not block.
+        """Start writing rows of one block (`RowChunks`) from `addresses`, [rows, SECTION_MAX]; each
+        section there must be padded with zeros to a multiple of 4096. Does not block.
         """
         (ticket,) = self._chunks.submit(rows, JobKind.STORE, addresses)
         return ticket
@@ -119,13 +119,13 @@ class DataWriter:
             raise fault
 
     def finish(self) -> None:
-        """Wait until all rows are on the drive. `rows` and `sums` are then final, as a manifest
-        needs them. Raises the error of a write that failed.
+        """Wait until all rows are on the drive. `rows` and `sums` then have their final values, for
+        a manifest. Raises the error of a failed write.
         """
         self._executor.wait_all()
-        # The error of a write that failed after its caller's last wait.
+        # A write may have failed after the caller's last wait.
         self.check()
-        # Before a manifest is written, which makes these bytes a checkpoint.
+        # The manifest, which is written later, must not name bytes that are only in a cache.
         self._file.fsync()
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class DataWriter:
 
 @dataclasses.dataclass(frozen=True)
 class StoredStates:
-    """The states of a part, written or linked: files, rows and checksums."""
+    """The states of a part, written or hard-linked: files, rows and checksums."""
 
     files: tuple[FileEntry, ...]
     rows: npt.NDArray[np.void]
@@ -152,8 +152,8 @@ def new_part(
     world: int,
     step: int,
 ) -> Manifest:
-    """Make the manifest of a rank's part before the part is written: without files, and with rows
-    without places.
+    """Make the manifest of a rank's part before the part is written: it has no files yet, and its
+    rows have no places.
     """
     return Manifest(
         layout=layout, optimizers=optimizers, rows=rows, sums=np.zeros(0, np.uint32),
@@ -172,16 +172,16 @@ def write_part(
     backend: str,
     stored: StoredStates | None = None,
 ) -> None:
-    """Write all files of a part (`new_part`); `fill` stores every row, unless the states are
-    `stored` already. Blocks. buffers, extra: bytes of these files.
+    """Write all files of a part (`new_part`). `fill` stores every row, unless `stored` has the
+    states. Blocks. buffers, extra: bytes of these files.
 
-    Raises: SwapFullError, AioError, and what `fill` raises; the caller then removes the files with
-    `remove_part`.
+    Raises: SwapFullError, AioError, and the errors of `fill`; the caller then removes the files
+    with `remove_part`.
     """
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
     # Data first, manifest last: a crash in between leaves files that no manifest names.
     if stored is None:
-        assert fill is not None, "states are stored already, or filled in"
+        assert fill is not None, "either `stored` or `fill` is given"
         stored = _written(directory / names["data"], part, fill, backend)
     attached: dict[str, Any] = {
         kind: write_attachment(directory, names[kind], data) if data is not None else None
@@ -201,15 +201,15 @@ def _written(
         fill(writer)
         writer.finish()
     finally:
-        # Also after a fault: the file is removed by `remove_part`, which needs no writer.
+        # Also after a fault: `remove_part` then removes the file.
         writer.close()
     return StoredStates((writer.entry,), writer.rows, writer.sums)
 
 
 def commit_part(directory: Path, generation: int, rank: int) -> None:
-    """Give a part's manifest its name, durably. Raises: AioError."""
+    """Give a part's manifest its final name, durably. Raises: AioError."""
     manifest = directory / manifest_name(generation, rank)
-    # The rename commits; the directory's flush makes that durable.
+    # The rename commits; the flush of the directory makes the rename durable.
     with typed_errors(manifest, "open", 0):
         (directory / _partial(manifest.name)).rename(manifest)
     sync_directory(directory)
@@ -231,9 +231,9 @@ def remove_part(directory: Path, generation: int, rank: int) -> None:
 
 
 def remove_others(directory: Path, generation: int) -> None:
-    """Remove what belongs to other generations. Raises: OSError."""
-    # Manifests first: data without a manifest are ignored, a manifest without data would be a
-    # damaged checkpoint.
+    """Remove the files of all other generations. Raises: OSError."""
+    # Manifests first: data without a manifest are ignored, but a manifest without data is a damaged
+    # checkpoint.
     older = [path for path, number in files_of(directory) if number != generation]
     remove(sorted(older, key=lambda path: not path.name.startswith("manifest-")))
 

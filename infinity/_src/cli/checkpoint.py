@@ -77,7 +77,7 @@ def _list(options: argparse.Namespace, console: Console) -> int:
         places = find_checkpoints(directory)
         if not places:
             raise ValueError(
-                f"{directory}: neither the directory nor one in it has a checkpoint or durable run"
+                f"{directory}: there is no checkpoint or durable run in it or one level below"
             )
         for place in places:
             found = list_generations(place)

@@ -130,7 +130,7 @@ def test_a_value_of_no_known_name_is_refused() -> None:
     values = {field.name: getattr(given_, field.name) for field in dataclasses.fields(given_)}
     data = encoded(Named(**values))
     for kind in (Manifest, Head):
-        with pytest.raises(ValueError, match="there is no manifest that an engine wrote"):
+        with pytest.raises(ValueError, match="there is not a manifest that an engine wrote"):
             kind.decode(data, "there")
 
 
@@ -210,7 +210,7 @@ def test_a_manifest_that_no_engine_wrote_is_refused_whatever_its_checksum(
     bad = dataclasses.replace(manifest(), **edit)
     path = tmp_path / "manifest-00000001.rank0"
     path.write_bytes(encoded(bad))
-    with pytest.raises(ValueError, match=r"rank0 is no manifest that an engine wrote"):
+    with pytest.raises(ValueError, match=r"rank0 is not a manifest that an engine wrote"):
         read_manifest(path)
     path.write_bytes(encoded(manifest()))
     assert read_manifest(path).world == 1
@@ -277,7 +277,7 @@ def test_small_tensors_come_back_and_other_things_are_named() -> None:
     assert to_json(np.float64(0.5)) == 0.5
     with pytest.raises(ValueError, match="of type object cannot be saved"):
         to_json([object()])
-    with pytest.raises(ValueError, match="8000 bytes is no small value"):
+    with pytest.raises(ValueError, match="8000 bytes is too large"):
         to_json(torch.zeros(2000))
     with pytest.raises(ValueError, match="is not known"):
         from_json({"what": 1})
@@ -460,7 +460,7 @@ def test_a_rank_s_files_are_opened_once_whatever_the_chunks(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "message"), [("xxh3", "an earlier release"), ("md5", "use a later one")]
+    ("algorithm", "message"), [("xxh3", "an earlier release"), ("md5", "use a later release")]
 )
 def test_checksums_that_no_executor_takes_are_refused(
     tmp_path: Path, algorithm: str, message: str

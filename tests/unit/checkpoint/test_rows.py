@@ -185,7 +185,7 @@ def edited(name: str, value: object) -> npt.NDArray[np.void]:
 )
 def test_parts_that_no_engine_wrote_are_refused(edit: dict[str, Any], tmp_path: Path) -> None:
     path = put(tmp_path, **edit)[0]
-    with pytest.raises(ValueError, match=r"rank0 is no manifest that an engine wrote"):
+    with pytest.raises(ValueError, match=r"rank0 is not a manifest that an engine wrote"):
         read_manifest(path)
 
 

@@ -551,7 +551,7 @@ def test_code_that_comes_with_a_model_is_not_run(small: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{ no JSON", "it cannot be read (Expecting property name"),
+        ("{ no JSON", "cannot be read (Expecting property name"),
         ("{}", "model_type"),
         ("[1, 2]", "it is a list, not an object"),
         ('{"model_type": "zork"}', "zork"),

@@ -433,7 +433,7 @@ def locked(run: Any) -> contextlib.AbstractContextManager[object]:
 
 
 OBSTACLES = {
-    2: (2, locked, "another save into this directory is under way"),
+    2: (2, locked, "another save into this directory is running"),
     4: (4, no_thread_starts, "can't start new thread"),
     6: (STEPS, no_memory_is_left, "MemoryError"),
     7: (STEPS, no_memory_is_left, "MemoryError"),
@@ -462,7 +462,7 @@ def test_a_first_save_that_cannot_begin_ends_the_command(
     saves_fail(monkeypatch, {1: locked})
     status, shown = train([*common(place), "--out", str(tmp_path), "--save-every", "1"])
     assert status == 1
-    assert "error: another save into this directory is under way" in shown
+    assert "error: another save into this directory is running" in shown
     assert [row["step"] for row in records(tmp_path, "step")] == [1]
 
 
@@ -553,8 +553,8 @@ def test_a_drive_that_is_full_for_the_last_saves_is_told_of_on_stderr(
     # The save of step 4 may have been under way.
     found = re.search(r"continuing after step ([24]), from ", done.stdout)
     assert found, done.stdout
-    assert done.stderr.count(f"no checkpoint of step {STEPS} was written: no room for a ") == 2
-    assert "error: no room for a checkpoint of" in done.stderr
+    assert done.stderr.count(f"no checkpoint of step {STEPS} was written: no space for a ") == 2
+    assert "error: no space for a checkpoint of" in done.stderr
     assert newest_generation(tmp_path / "checkpoint")[0].step == int(found[1])
     is_whole(place, tmp_path)
 

@@ -592,7 +592,7 @@ def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ([], "config.json: it cannot be read (it is a list, not an object)"),
+        ([], "config.json cannot be read (a list instead of an object)"),
         ({"hidden_size": 8}, "config.json has no model_type"),
         ({"vocab_size": 7}, "the model's embedding has 7 rows; this text has token"),
     ],

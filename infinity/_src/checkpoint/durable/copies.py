@@ -1,19 +1,19 @@
-"""Copies of a durable run's manifests: one on each further drive, so that losing the first drive
-costs no more than losing another.
+"""Copies of a durable run's manifests: one on each further drive, so that the loss of the first
+drive costs no more than the loss of another drive.
 
     <nvme[k]>/infinity-run/copy-<sum>/
-        manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    as in the home
-        drive0 -> the home, drive1 -> …                               links, as in the home
+        manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    same as in the home
+        drive0 -> the home, drive1 -> …                               links
         here -> drive<k>                                              the link to this drive
 
 The *home* is the run's directory on its first drive. A commit writes the copies, then the home: a
-generation counts when the home has it. A copy is read if the home has no manifest, or a damaged
-one. A copy's manifest names every file through one of the links: a file of the home is
-drive0/<name>.
+generation is committed when the home has its manifest. A copy is read if the home has no manifest,
+or a damaged one. A copy's manifest names every file through one of the links: drive0/<name> is a
+file of the home.
 
-A copy is *orphaned* when its home has no manifest that can be read, because the first drive is lost
-or was replaced; or when another run now has its home at that path. Every commit contains the run's
-number, which identifies the run. A path does not: another run may use it later.
+A copy is *orphaned* when the home has no readable manifest, because the first drive is lost or was
+replaced; or when another run now has its home at that path. Every commit contains the run's number,
+which identifies the run; a path does not, since another run may use the path later.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ RUN_DIRECTORY = "infinity-run"
 _HOME = "drive0"
 _HERE = "here"
 _SAVE_BITS = 24
-"""Number of the low bits of `Head.save`, which are drawn at random whenever training begins or
-resumes. The bits above them are the run's number."""
+"""Number of low bits of `Head.save`, which are drawn at random whenever training begins or resumes.
+The high bits are the run's number."""
 
 
 class FoundRun(NamedTuple):
@@ -59,12 +59,12 @@ class FoundRun(NamedTuple):
 
 
 class SeveralRunsError(ValueError):
-    """The directories given hold manifests of several runs, where one run is expected."""
+    """The given directories hold manifests of several runs instead of one."""
 
 
 def save_number(before: Head | None) -> int:
-    """Make `Head.save` for the commits from here on. before: the head of a manifest of the run that
-    they continue; None for a new run."""
+    """Make `Head.save` for future commits. before: the head of a manifest of the run that the
+    commits continue; None for a new run."""
     run = before.save >> _SAVE_BITS if before is not None else secrets.randbits(_SAVE_BITS)
     return run << _SAVE_BITS | secrets.randbits(_SAVE_BITS)
 
@@ -77,7 +77,7 @@ def sum_of(home: Path) -> str:
 
 
 def copy_in(run: Path, home: Path) -> Path:
-    """Return the place of the copy for the run with this home. run: the directory infinity-run of
+    """Return the path of the copy for the run with this home. run: the directory infinity-run of
     the copy's drive."""
     return run / f"copy-{sum_of(home)}"
 
@@ -92,9 +92,8 @@ def for_copy(head: Head) -> Head:
 
 
 def make_copy(place: Path, home: Path, links: Iterable[Path], rank: int, *, here: str) -> None:
-    """Make the directory of a copy, with its links. links: those of the home, to its further
-    drives. here: the name of the link to the copy's own drive, such as drive1. Blocks. Raises:
-    AioError."""
+    """Make the directory of a copy, with its links. links: the home's links to further drives.
+    here: the name of the link to the copy's drive, such as drive1. Blocks. Raises: AioError."""
     with typed_errors(place, "open", 0):
         place.mkdir(mode=0o700, exist_ok=True)
         lead(place / _HOME, home.resolve(), rank)
@@ -108,8 +107,8 @@ def make_copy(place: Path, home: Path, links: Iterable[Path], rank: int, *, here
 
 
 def others_of(place: Path) -> list[Path]:
-    """Return the other places for manifests of the run whose manifests are in `place`: the run's
-    home and its copies, as far as they exist. [] for the directory of a checkpoint."""
+    """Return all other directories with manifests of the run whose manifests are in `place`: the
+    run's home and copies, if they exist. [] for the directory of a checkpoint."""
     here, found = Path(os.path.realpath(place)), list[Path]()
     for link in sorted(here.glob("drive*")):
         run = Path(os.path.realpath(link))
@@ -122,9 +121,9 @@ def others_of(place: Path) -> list[Path]:
 
 def link_to(run: Path, states: str) -> str:
     """Return the name (drive<k>) of the link to this drive in the run that owns a states file; ""
-    if the run has no copy here, as in its home. run: the directory infinity-run of the drive."""
-    # The id in the file's name begins with the sum of the path that the home had when the file was
-    # made.
+    if the run has no copy on this drive, as in the home. run: the directory infinity-run of the
+    drive."""
+    # The id in the file's name begins with the checksum of the home's path at the file's creation.
     here = run / f"copy-{states.split('-')[1][:8]}" / _HERE
     return str(here.readlink()) if here.is_symlink() else ""
 
@@ -133,18 +132,18 @@ def lead(link: Path, target: Path, rank: int) -> None:
     """Make a symbolic link lead to a target. Raises: OSError."""
     if link.is_symlink() and link.readlink() == target:
         return
-    # The rank is in the name: other ranks may repair the same link at the same time.
+    # The name has the rank, since other ranks may repair the same link at the same time.
     new = link.with_name(f".{link.name}.rank{rank}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)
-    # Atomic: at any moment there is the old link or the new one.
+    # Atomic: there is always the old or the new link.
     new.replace(link)
 
 
 def remove_copy(place: Path) -> None:
     """Remove a copy, if it exists. Raises: OSError."""
     if place.is_dir():
-        # Manifests first: without them, nothing refers to the copy's other files.
+        # Manifests first: then no manifest names the remaining files of the copy.
         for path in place.glob("manifest-*"):
             path.unlink(missing_ok=True)
         shutil.rmtree(place)
@@ -152,10 +151,11 @@ def remove_copy(place: Path) -> None:
 
 def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
     """Return the newest whole generation of a run: the home's, or a copy's if the home has no whole
-    generation. None if no place has one.
+    generation. None if neither home nor copies have a whole generation.
 
     Raises: ChecksumError, AioError, ValueError for a damaged manifest: in the home, if no copy has
-    that generation or a later one; in a copy, if no place has a whole generation. SeveralRunsError.
+    that generation or a later one; in a copy, if neither home nor copies have a whole generation.
+    SeveralRunsError.
     """
     copies = _check_one_run(home, copies)
     problem: AioError | ValueError | None = None
@@ -164,7 +164,7 @@ def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
     except (AioError, ValueError) as error:
         if not (isinstance(error, AioError) and error.errno == errno.ENOENT):
             problem = error
-    # A damaged generation is never skipped for an older one: that would lose steps in silence.
+    # Never replace a damaged generation by an older one, which would silently lose steps.
     least = 0
     with contextlib.suppress(OSError):
         least = max(generations(home), default=0) if problem is not None else 0
@@ -183,7 +183,7 @@ def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
     log.warning(
         "%s: %s; using the copy of its manifests in %s",
         home,
-        problem or "the run has no manifest any more",
+        problem or "the run has lost its manifests",
         best.place,
     )
     return best
@@ -191,8 +191,8 @@ def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
 
 def newest_run(directories: Sequence[Path]) -> FoundRun | None:
     """Return the newest whole generation of the run whose home is, or was, in the first of these
-    directories (Policy.nvme). If there is none: of the run whose orphaned copies lie in the
-    directories. None if there is neither. Writes nothing.
+    directories (Policy.nvme); else, of the run with orphaned copies in the directories. None if
+    there is no generation. Writes nothing.
 
     Raises: as `newest_of`; SeveralRunsError if the directories have orphaned copies of several
     runs.
@@ -200,16 +200,16 @@ def newest_run(directories: Sequence[Path]) -> FoundRun | None:
     runs = [directory / RUN_DIRECTORY for directory in directories]
     home, *copies = _own(runs)
     found = newest_of(home, copies)
-    # A new home may have parts of a first commit that was interrupted. They are no generation: the
-    # run to continue is still the orphaned one.
+    # A new home may have parts of an interrupted first commit, which are not a generation: continue
+    # the orphaned run.
     if found is None and (orphans := _orphans(runs)):
         found = newest_of(orphans[0], orphans[1:])
     return found
 
 
 def readable_run(directories: Sequence[Path]) -> FoundRun | None:
-    """Return the newest generation that can be read of a run for which `newest_run` raises; None if
-    none can be read. `place` of the result has the run's newest manifest, too: a restore from there
+    """Return the newest readable generation of a run for which `newest_run` raises; None without
+    one. `place` of the result also has the run's newest manifest, so that a restore from `place`
     reports the damage of that manifest. Raises: SeveralRunsError.
     """
     runs = [directory / RUN_DIRECTORY for directory in directories]
@@ -230,7 +230,7 @@ def _readable_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
         for place in places
         if newest in _manifests_in(place) and (heads := readable_heads(place)) is not None
     ]
-    # Of equal generations `max` returns the first: the home's, if the home has that generation.
+    # Of equal generations `max` returns the first one found, so the home's takes precedence.
     return max(found, key=lambda each: each.heads[0].generation, default=None)
 
 
@@ -240,8 +240,8 @@ def _own(runs: Sequence[Path]) -> list[Path]:
 
 def _orphans(runs: Sequence[Path]) -> list[Path]:
     """Return the orphaned copies with manifests in these run directories. The copy with the newest
-    manifest is first: `newest_of` takes it for the home, and so reports damage of that manifest
-    instead of skipping it. Raises: SeveralRunsError if the copies are of several runs."""
+    manifest is first, since `newest_of` treats the first as the home, whose damage it reports.
+    Raises: SeveralRunsError if the copies belong to several runs."""
     found: dict[str, list[Path]] = {}
     for run in runs:
         for copy in sorted(run.glob("copy-*")):
@@ -250,8 +250,8 @@ def _orphans(runs: Sequence[Path]) -> list[Path]:
     orphans = [places for alike in found.values() for places in _by_run(alike)]
     if len(orphans) > 1:
         raise SeveralRunsError(
-            "several durable runs have lost their first drive, and copies of their manifests lie "
-            f"in {', '.join(str(places[0]) for places in orphans)}. To resume one, name only its "
+            "several durable runs have lost their first drive, and copies of their manifests are "
+            f"in {', '.join(str(places[0]) for places in orphans)}. To resume a run, name only its "
             "drives in Policy.nvme; for a new run name other directories of these drives"
         )
     return sorted(
@@ -264,8 +264,8 @@ def _check_one_run(home: Path, copies: Sequence[Path]) -> list[Path]:
     """Return the copies that may belong to the run of this home. Raises: SeveralRunsError if a copy
     belongs to another run, which had its home at the same path."""
     if _manifests_in(home) and not _runs_in(home):
-        # No manifest in the home can be read, so only links tell whose home it is: a run that wrote
-        # a copy has a link to the copy's drive in its home.
+        # No manifest in the home is readable, so only links identify its run: the home of the run
+        # that wrote a copy has a link to the copy's drive.
         copies = [copy for copy in copies if _leads_to(home, copy)]
     several = _by_run([place for place in (home, *copies) if _manifests_in(place)])
     if len(several) > 1:
@@ -288,13 +288,13 @@ def _leads_to(home: Path, copy: Path) -> bool:
 
 
 def are_of_one_run(one: Path, other: Path) -> bool:
-    """Return whether the manifests in both places are of one run, as far as they can be read."""
+    """Return whether the readable manifests in both directories belong to one run."""
     return len(_by_run([one, other])) == 1
 
 
 def _by_run(places: Iterable[Path]) -> list[list[Path]]:
-    """Sort places into runs, by the run numbers in the manifests there. A place without a readable
-    manifest joins the run of the first of `places`."""
+    """Group directories by the run numbers in their manifests. A directory without a readable
+    manifest joins the run of the first directory."""
     found: list[tuple[set[int], list[Path]]] = []
     for place in places:
         runs = _runs_in(place)
@@ -302,13 +302,13 @@ def _by_run(places: Iterable[Path]) -> list[list[Path]]:
         joined = (runs.union(*(known for known, _ in alike)), [p for _, ps in alike for p in ps])
         joined[1].append(place)
         found = [*(each for each in found if each not in alike), joined]
-    return [there for _, there in found]
+    return [group for _, group in found]
 
 
 def _runs_in(place: Path) -> set[int]:
-    """Return the run numbers in the readable manifests of a place: one number, except where an
-    earlier release wrote the manifests. Only rank 0's manifests are read; if none of these can be,
-    those of all ranks."""
+    """Return the run numbers in the readable manifests of a directory: one number, unless an
+    earlier release wrote the manifests. Only rank 0's manifests are read; if none is readable, the
+    manifests of all ranks."""
     of_first = (place / manifest_name(number, 0) for number in _manifests_in(place))
     if found := _numbers_in(of_first):
         return found
@@ -326,9 +326,9 @@ def _numbers_in(manifests: Iterable[Path]) -> set[int]:
 
 
 def run_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return where the manifests are. For a drive of a durable run: the run's home, or the copy on
-    this drive if the home cannot be read. For any other directory (a checkpoint): the directory
-    itself.
+    """Return the directory with the manifests. For a drive of a durable run: the run's home, or the
+    copy on this drive if the home cannot be read. For any other directory (a checkpoint): the
+    directory itself.
 
     Raises: ValueError if the directory is a further drive of several runs.
     """
@@ -344,20 +344,19 @@ def run_directory(directory: str | os.PathLike[str]) -> Path:
             f"{str(directory)!r} is a drive of several durable runs: name one of "
             f"{', '.join(map(str, copies))}"
         )
-    return _told_by(copies[0]) if copies else inside
+    return _readable_place(copies[0]) if copies else inside
 
 
-def _told_by(copy: Path) -> Path:
-    """Return where to read the run that wrote this copy: the run's home while it can be read, else
-    the copy."""
+def _readable_place(copy: Path) -> Path:
+    """Return the home of the run that wrote this copy if the home is readable, else the copy."""
     home = copy / _HOME
     return home.resolve() if _is_home_of(home, copy) else copy
 
 
 def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
     """Return the place of the newest manifest of the run that has all these directories as drives.
-    If several runs use all of them, the run whose home is in the first directory is taken, as for
-    Policy.nvme. One directory: `run_directory`.
+    If several runs have, choose the run whose home is in the first directory, as for Policy.nvme.
+    For one directory, the result is that of `run_directory`.
 
     Raises: SeveralRunsError naming two places, if the directories belong to different runs or
     checkpoints; ValueError for an empty list; as `run_directory`.
@@ -368,8 +367,8 @@ def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
     if not others:
         return run_directory(first)
     there = [found for each in directories if (found := _manifests_of(Path(each)))]
-    # Two homes are two runs, even with one run number: the user may have copied a run's directories
-    # and continued both runs.
+    # Two homes are two runs, even with one run number: a user may have copied a run's directories
+    # and continued both.
     every = dict.fromkeys(place for places in there for place in places)
     runs = _by_run(every)
     shared = [run for run in runs if all(set(run) & set(places) for places in there)]
@@ -380,12 +379,12 @@ def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
     if not there:
         return run_directory(first)
     if len(shared) != 1 or len(set(shared[0]) & set(homes)) > 1:
-        told = [run[0] for run in (shared or runs)]
+        named = [run[0] for run in (shared or runs)]
         if len(shared) == 1:
-            told = [place for place in shared[0] if place in homes]
+            named = [place for place in shared[0] if place in homes]
         raise SeveralRunsError(
-            f"directory={[str(each) for each in directories]}: {told[0]} and {told[1]} are of "
-            "different runs; name the directories of one"
+            f"directory={[str(each) for each in directories]}: {named[0]} and {named[1]} are of "
+            "different runs; name the directories of one run"
         )
     return max(shared[0], key=lambda place: (max(_manifests_in(place)), place in homes))
 
@@ -398,7 +397,7 @@ def _manifests_of(directory: Path) -> list[Path]:
         found = [directory]
     else:
         copies = [copy for copy in sorted(inside.glob("copy-*")) if _manifests_in(copy)]
-        found = [inside, *map(_told_by, copies)]
+        found = [inside, *map(_readable_place, copies)]
     return [Path(os.path.realpath(place)) for place in found if _manifests_in(place)]
 
 
@@ -407,20 +406,20 @@ def _is_home_of(home: Path, copy: Path) -> bool:
 
 
 def _is_readable(home: Path) -> bool:
-    """Return whether a home has a whole generation. Names of files alone prove nothing: the kernel
-    may still list the names of a drive that is gone."""
+    """Return whether a home has a whole generation. Names of files are no proof, since the kernel
+    may still list the names of a lost drive."""
     try:
         return bool(newest_heads(home))
     except AioError:
         return False
     except ValueError:
-        # The drive answered: a later release wrote the manifest.
+        # The drive answered, but a later release wrote the manifest.
         return True
 
 
 def _manifests_in(place: Path) -> list[int]:
-    """Return the generations that have a manifest in a place; [] if the place is gone or its drive
-    does not answer."""
+    """Return the generations with a manifest in a directory; [] if the directory is gone or its
+    drive does not answer."""
     try:
         return generations(place)
     except OSError:

@@ -1,8 +1,8 @@
-"""The files of a durable run: their places, their locks, and the files that an earlier run left.
+"""The files of a durable run: paths, locks, and the removal of an earlier run's files.
 
     <nvme[0]>/infinity-run/
         manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    (directory.py)
-        states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
+        states-<id>-<n>.rank<r>                  this rank's chunks; linked saves add files
         bad-<id>-<n>.rank<r>                     a retired states file, reduced to its bad ranges
         drive1 -> <nvme[1]>/infinity-run/        a link to each further drive, with any number
         fill.rank<r>                             until the first commit (initialization_journal.py)
@@ -10,15 +10,15 @@
     <nvme[1]>/infinity-run/
         states-<id>-<n>.rank<r>
         home-<sum> -> <nvme[0]>/infinity-run/    the home of the states here
-        copy-<sum>/                              of the manifests (copies.py)
+        copy-<sum>/                              copies of the manifests (copies.py)
 
-Each rank has two states files on each drive; linked saves add more. Each process gives its states
-files new names, and so overwrites no file of an earlier process. A process that resumes an
-interrupted initialization takes over the states files of that initialization.
+Each rank has two states files on each drive; linked saves add more. Each process gives new names to
+its states files, and so never overwrites a file of an earlier process. A process that resumes an
+interrupted initialization continues with the states files of that initialization.
 
-States files that no manifest names are removed. When a rank begins, it removes its own files, as it
-needs their space; rank 0 also removes the files of ranks that only an earlier, larger run had.
-After the first commit of a process, rank 0 removes all other files, except those that another
+States files that no manifest names are removed. When a rank begins, it removes such files of this
+rank, whose space it needs; rank 0 also removes those of ranks that only an earlier, larger run had.
+After the first commit of a process, rank 0 removes all remaining ones, except files that another
 process holds or that another run may name.
 
 An id begins with a checksum of the path of the run's home. A directory may also hold files of other
@@ -86,13 +86,14 @@ def _real(path: Path) -> Path:
 
 
 def check_no_run(directory: Path) -> None:
-    """Raise ValueError for a directory that holds a durable run: a checkpoint saved there would not
-    be found, or would replace the run's manifests.
+    """Raise ValueError for a directory that holds a durable run: a restore would not find a
+    checkpoint in that directory, or the checkpoint would replace the run's manifests.
     """
     if (directory / RUN_DIRECTORY).is_dir() or _real(directory).name == RUN_DIRECTORY:
         raise ValueError(
-            f"directory={str(directory)!r} holds a durable run, which inf.restore would take for "
-            "the checkpoint: name another (one on the same file system is made by hard links)"
+            f"directory={str(directory)!r} holds a durable run, which inf.restore would read "
+            "instead of the checkpoint: name another directory (on the same file system a save "
+            "makes hard links)"
         )
 
 
@@ -116,10 +117,10 @@ class RunFiles:
         """The states files, by layer of the swap space, then by drive. The caller of `add` sets an
         entry when it adds the layer to the swap space."""
         self._made: list[list[SwapFile]] = []
-        # Counts released files, too: each file gets a new name.
+        # Includes released files, so that each file gets a new name.
         self._made_count = 0
-        # Of the home's path, which differs between runs: on a further drive several runs may share
-        # one infinity-run.
+        # Checksum of the home's path. It distinguishes runs that share one infinity-run directory
+        # on a further drive.
         self._sum = sum_of(self.home)
         self.copies = [copy_in(run, self.home) for run in self.directories[1:]]
         """The places of the copies of the manifests."""
@@ -127,7 +128,7 @@ class RunFiles:
         self._named = False
         self._id = ""
         with contextlib.ExitStack() as undo:
-            # First: nothing below is read or changed while another process has the run.
+            # Lock first, so that this process neither reads nor changes a run of another process.
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
             self.journal = InitializationJournal(self.home / f"fill.rank{rank}")
             # Runs before the lock is released: another process may begin at that moment.
@@ -137,11 +138,11 @@ class RunFiles:
             self.source = self.home
             """The place of the manifests of `before`: the home, or a copy."""
             self.before = self._newest(directories, released)
-            # The same on all ranks: no rank removes a manifest before all ranks have looked here.
+            # Equal on all ranks: no rank removes a manifest before all ranks have read this.
             newest = self.before[0].generation if self.before else 0
             self._older = any(number < newest for number in generations(self.source))
             self._id = self._adopted()
-            # Before `_link`, which then finds the mended links instead of making others.
+            # Before `_link`, which then reuses the mended links.
             self._find_moved()
             self._take_links()
             self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
@@ -159,7 +160,7 @@ class RunFiles:
         for drive, directory in enumerate(self.directories):
             name = f"states-{self._id}-{self._made_count}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
-            # `directory` may have been made just now: its name must survive a crash, too.
+            # `directory` may be new: its name, too, must survive a crash.
             sync_directory(directory.parent)
             if directory != self.home:
                 self._name_home(directory / f"home-{self._sum}")
@@ -168,13 +169,13 @@ class RunFiles:
         return self._made[-1]
 
     def release(self, files: Sequence[SwapFile]) -> None:
-        # Only the run's names are removed: the hard links in a checkpoint keep the bytes.
+        # This removes the run's names only: hard links in a checkpoint keep the bytes.
         unlink_states(Path(file.path) for file in files)
         self._made = [made for made in self._made if made is not files]
 
     def check_place(self) -> None:
-        """Raise AioError if the home's path leads to another directory than the one whose lock this
-        process holds: another run may have begun in that directory.
+        """Raise AioError if the home's path now leads to another directory than the locked one, in
+        which another run may have begun.
         """
         with typed_errors(self.home, "open", 0):
             there = os.lstat(self._lock.path)
@@ -189,7 +190,7 @@ class RunFiles:
     @property
     def places(self) -> list[Path]:
         """The directories of manifests, in the order in which a commit writes them: copies, then
-        the home, whose manifest makes the generation count."""
+        the home, whose manifest commits the generation."""
         return [*self.copies, self.home]
 
     def next_generation(self) -> int:
@@ -204,7 +205,7 @@ class RunFiles:
 
     def remember_bad(self, place: SwapExtent) -> None:
         """Record a range with a failed write, so that no later file of the drive gets the range.
-        Blocks for the drive. If writing the record fails, too, log a warning.
+        Blocks for the drive. If the record cannot be written, log a warning.
         """
         # Layer 0 has files without a name, which end with the process.
         if place.layer not in self.layers:
@@ -219,8 +220,8 @@ class RunFiles:
         return described([Path(file.path) for files in self._made for file in files])
 
     def _adopted(self) -> str:
-        """Return the id for the states files: the id of an interrupted initialization if all its
-        files are here, else a new id.
+        """Return the id for the states files: the id of an interrupted initialization if all of its
+        files exist, else a new id.
         """
         head, start = self.journal.head, self.journal.started
         mine = self._sum + secrets.token_hex(4)
@@ -231,18 +232,19 @@ class RunFiles:
             for layer in (1, 2)
             for directory in self.directories
         ]
-        # Files with the checksum of another home belong to the run of which this directory is a
-        # copy. Files that a manifest names belong to a commit, even if a journal is still here.
+        # If this directory is a copy of another run's, files with the checksum of another home
+        # belong to the original. Files that a manifest names belong to a commit, even if there is
+        # still a journal.
         if found.startswith(self._sum) and not self._may_be_named(states):
             with contextlib.suppress(OSError):
                 whole = start is not None and described(states) == states_of(start)
                 if head is not None and head["directories"] == directories and whole:
                     return found
-            # No manifest names these files, and this process cannot resume the initialization: it
-            # needs their space.
+            # No manifest names these files, and this process cannot resume their initialization:
+            # free their space.
             with typed_errors(self.home, "unlink", 0):
                 unlink_states(states)
-        # `mine` is random, so a new process overwrites no file of an earlier one.
+        # `mine` is random, so that a new process overwrites no file of an earlier process.
         self.journal.begin({"id": mine, "directories": directories})
         return mine
 
@@ -251,14 +253,13 @@ class RunFiles:
             named = {path.name for path in self._all_named(self.rank)}
         except (OSError, ValueError):
             return True
-        # Compare names, not paths: another drive may be mounted now at the path that the earlier
-        # process used.
+        # Compare names, not paths: another drive may be mounted at the earlier process's path now.
         return any(path.name in named for path in states)
 
     def _name_home(self, link: Path) -> None:
         with typed_errors(link, "open", 0), contextlib.suppress(FileExistsError):
-            # From the further drive back to the home: by this link `_of_others` of another run
-            # finds the manifests of this run.
+            # A link from the further drive to the home, by which `_of_others` of another run finds
+            # this run's manifests.
             link.symlink_to(_real(self.home))
 
     def name(self, layer: int, drive: int) -> str:
@@ -270,7 +271,7 @@ class RunFiles:
         try:
             found = newest_run(directories)
         except (AioError, ValueError) as error:
-            # Only a damaged run that the user released may be ignored.
+            # The user has released this run, so its damage does not matter.
             if released:
                 return None
             if isinstance(error, SeveralRunsError):
@@ -285,19 +286,19 @@ class RunFiles:
         return found.heads
 
     def _find_moved(self) -> None:
-        """Mend the links of the earlier run: make each link lead to that directory of this run
-        which has the link's files now.
+        """Mend the links of the earlier run: make each link lead to the directory of this run that
+        now has the link's files.
 
-        Since the last commit, drives may have been mounted elsewhere, or copied together with the
-        first drive.
+        Since the last commit, drives may have been mounted at other paths, or copied together with
+        the first drive.
         """
         mine = {_real(run): run for run in self.directories if run != self.source}
         names = {entry.name for manifest in self.before or () for entry in manifest.files}
         files = {each[0]: each[2] for each in sorted(name.rpartition("/") for name in names)}
         files = {link: file for link, file in files.items() if _DRIVE.fullmatch(link)}
-        # A states file has the same name on all drives, so `link_to` asks each drive for the link
-        # that leads to it. The answer is "" if an earlier release used the drive.
-        there = {
+        # A states file has the same name on all drives, so `link_to` reads the name of the link to
+        # each drive; "" if an earlier release used the drive.
+        targets = {
             link: place
             for link, file in files.items()
             if (self.source / link / file).exists()
@@ -305,17 +306,17 @@ class RunFiles:
             and link_to(place, file) in (link, "")
         }
         for link, file in files.items():
-            left = (run for place, run in mine.items() if place not in there.values())
+            unused = (run for place, run in mine.items() if place not in targets.values())
             found = next(
                 (
                     run
-                    for run in left
+                    for run in unused
                     if (run / file).is_file() and link_to(run, file) in (link, "")
                 ),
                 None,
             )
-            if link not in there and found is not None:
-                there[link] = _real(found)
+            if link not in targets and found is not None:
+                targets[link] = _real(found)
                 with typed_errors(self.source / link, "rename", 0):
                     lead(self.source / link, found.absolute(), self.rank)
 
@@ -336,13 +337,13 @@ class RunFiles:
         ]
 
     def _all_named(self, rank: int | None = None) -> set[Path]:
-        """Return the files that manifests name: the manifests of this run, and of the run whose
-        copy this run resumes from. As `_named_in`."""
+        """Return the files (as `_named_in`) that the manifests of this run name, and those of the
+        run from whose copy this run resumes."""
         return set[Path]().union(*(_named_in(place, rank) for place in self._all_places()))
 
     def _all_places(self) -> set[Path]:
-        """Return the directories that may have manifests of this run, or of the run whose copy
-        this run resumes from."""
+        """Return the directories that may have manifests of this run, or of the run from whose copy
+        this run resumes."""
         # If `source` is a copy of another run, that run's copies have this name on all drives.
         places = {*self.places, *(run / self.source.name for run in self.directories)}
         return {place for place in places if place.is_dir()}
@@ -350,9 +351,9 @@ class RunFiles:
     def keep(self) -> None:
         """Keep the files when the process ends: a manifest is about to name them."""
         if not self._named:
-            # Before a manifest names the files: from then on no process may resume the
-            # initialization in them. The journal's head stays until the manifests of all ranks
-            # name their files (`committed`).
+            # A process must not resume an initialization in files that a manifest names, so forget
+            # the journal's records before. The journal's head stays until the manifests of all
+            # ranks name their files (`committed`).
             self.journal.forget()
         self._named = True
 
@@ -363,16 +364,15 @@ class RunFiles:
             self.journal.remove()
 
     def release_older(self, world: int) -> bool:
-        """Remove this rank's part of the commits that an earlier process left, except the newest
-        commit: this process needs their space. Returns whether there were such commits; the answer
-        is the same on all ranks. Blocks.
+        """Remove this rank's part of an earlier process's commits, except the newest commit, to
+        free space. Returns whether there were such commits, which is equal on all ranks. Blocks.
         """
         if not self._older or self.before is None:
             return False
         self._older = False
         log.warning(
-            "%s: the drives lack space besides the commits of an earlier process: only the newest "
-            "of these stays, step %d",
+            "%s: the drives lack space, so only the newest commit of an earlier process stays, "
+            "step %d",
             self.home,
             self.before[0].step,
         )
@@ -394,9 +394,9 @@ class RunFiles:
         return True
 
     def _remove_unnamed(self, world: int) -> None:
-        """Remove this rank's states files that no manifest names: the generation that a killed
-        process was about to write. The new process needs their space. Rank 0 also removes such
-        files of ranks that only an earlier, larger run had.
+        """Remove this rank's states files that no manifest names, such as those of a killed
+        process, to free space. Rank 0 also removes such files of ranks that only an earlier, larger
+        run had.
         """
         try:
             # This process holds this rank's lock, so no other process adds manifests of the rank.
@@ -414,8 +414,7 @@ class RunFiles:
             if self.rank == 0:
                 self._remove_unnamed_beyond(world)
         except (OSError, ValueError) as error:
-            # A run that the user released may have a damaged manifest, and what that names is
-            # unknown.
+            # A released run may have a damaged manifest, whose files are unknown.
             log.warning(
                 "%s: states that no manifest names stay until a commit: %s", self.home, error
             )
@@ -431,7 +430,7 @@ class RunFiles:
             and not _is_held(path)
         ]
         if free:
-            # Read after the check of the locks: a process that is gone writes no more manifests.
+            # Read manifests after the check of locks: an ended process writes no more manifests.
             keep = self._all_named()
             unlink_states(path for path in free if _real(path) not in keep)
 
@@ -449,20 +448,20 @@ class RunFiles:
     def _is_own(self, path: Path) -> bool:
         if path.name.startswith(f"states-{self._sum}"):
             return True
-        # The name has the checksum of another path. In the home the file is this run's, whose
-        # directory was moved. If a link home-<sum> lies beside the file, it is not: then the
-        # directory was a further drive of the file's run.
+        # The name has the checksum of another path. A file in the home is this run's, since the
+        # directory was moved, unless there is a link home-<sum>: then the directory was a further
+        # drive of the file's run.
         return _real(path.parent) == _real(self.home) and not _home_link(path).is_symlink()
 
     def remove_strangers(self, named: Iterable[str]) -> None:
         """Remove states files that no manifest names and no process holds: files of the earlier
-        run and of processes that died. Files that another run may name stay (`_of_others`). Also
-        remove links to drives that hold no named file.
+        run and of dead processes. Files that another run may name stay (`_of_others`). Also remove
+        links to drives without named files.
 
-        named: names of files as they stand in manifests, relative to `home`.
+        named: names of files in manifests, relative to `home`.
         """
         names = set(named)
-        # Resolved: links with several numbers may lead to the same file.
+        # Paths are resolved, since several links may lead to the same file.
         keep = {_real(self.home / name) for name in names}
         gone = {
             _real(self.source / entry.name)
@@ -470,8 +469,8 @@ class RunFiles:
             for entry in manifest.files
         }
         gone |= {_real(path) for path in self._states_here()}
-        # A manifest names only files that hold its chunks. The same process may have made more
-        # files beside them.
+        # A manifest names only files with its chunks. The same process may have made more files in
+        # the same directories.
         gone |= {
             each
             for path in gone
@@ -489,16 +488,16 @@ class RunFiles:
             for path in gone
             if (path.suffix == mine and self._is_own(path)) or not _is_held(path)
         }
-        # If this run's home is a copy of another run's home, and its links still lead to the
-        # original's drives, the states there must stay.
+        # If this run's home is a copy of another run's home, its links may still lead to the
+        # original's drives, whose states must stay.
         gone -= self._of_others(gone)
         unlink_states(gone)
         # A link stays while a manifest or this process uses it.
         links = {name.partition("/")[0] for name in names} | set(self._links)
-        left = [path for path in self._drives() if path.name not in links]
-        self._remove_copies(left)
-        remove(left)
-        # A link home-<sum> is removed with the last states file in its directory that has this sum.
+        unused = [path for path in self._drives() if path.name not in links]
+        self._remove_copies(unused)
+        remove(unused)
+        # Remove a link home-<sum> with the last states file of this sum in the link's directory.
         homes = {_home_link(path) for path in gone}
         remove(
             [
@@ -508,12 +507,13 @@ class RunFiles:
             ]
         )
 
-    def _remove_copies(self, left: Sequence[Path]) -> None:
-        """Remove copies of manifests that are no longer needed: of other runs without states files
-        in the copy's directory, such as the run that this run resumed from; and of this run on
-        drives that it no longer uses. left: the links to those drives. Raises: OSError."""
+    def _remove_copies(self, unused: Sequence[Path]) -> None:
+        """Remove copies of manifests that are no longer needed: copies of other runs without states
+        files in the copy's directory, such as the run from which this run resumed; and this run's
+        copies on drives that it no longer uses. unused: the links to those drives. Raises: OSError.
+        """
         mine = {_real(run) for run in self.directories}
-        for link in left:
+        for link in unused:
             if _real(link) not in mine:
                 remove_copy(copy_in(_real(link), self.home))
             remove([copy / link.name for copy in self.copies])
@@ -524,10 +524,11 @@ class RunFiles:
                     remove_copy(copy)
 
     def _of_others(self, states: Iterable[Path]) -> set[Path]:
-        """Return the files among these, resolved, that another run names, or resumes an
-        initialization in, or may name because it cannot be read.
+        """Return those of these files, resolved, that another run names, or whose initialization it
+        may resume, or that it may name because the run cannot be read.
 
-        A copy of a run's first directory alone still has links to the original's further drives.
+        For example, a copy of a run's first directory still has links to the original's further
+        drives.
         """
         found = set()
         by_link: dict[Path, list[Path]] = {}
@@ -535,28 +536,28 @@ class RunFiles:
             if not self._is_own(path):
                 by_link.setdefault(_home_link(path), []).append(path)
         for link, paths in by_link.items():
-            # This run resumes from a copy of that run, whose home cannot be read.
+            # This run resumes from a copy of that run, whose home is unreadable.
             if link.name.removeprefix("home-") == self.source.name.removeprefix("copy-"):
                 continue
             try:
-                # The directory is itself the home of another run, which removes such files.
+                # The directory is the home of another run, which removes such files.
                 if link.parent != _real(self.home) and generations(link.parent):
                     found.update(paths)
                     continue
                 home = link.readlink() if link.is_symlink() else None
-                # A run without a home is gone, and names no file.
+                # A run without a home is lost, and names no file.
                 if home is None or not home.is_dir():
                     continue
                 kept, journals = _named_in(home), ids_of_journals(home)
             except (OSError, ValueError):
-                # A run that cannot be read may name all these files.
+                # An unreadable run may name all of these files.
                 found.update(paths)
                 continue
             found |= {path for path in paths if path in kept or _id_of(path) in journals}
         return found
 
     def _remove_states(self) -> None:
-        # All files are closed. They stay for the next process if a manifest names them, or if the
+        # Close all files. Keep them for the next process if a manifest names them, or if the
         # journal lets that process resume the initialization.
         stays = self._named or self.journal.resumes
         if self._made and not self._named and stays:
@@ -571,7 +572,7 @@ class RunFiles:
                 if not stays:
                     unlink_states([Path(file.path)])
         self.journal.close()
-        # Without an id `_adopted` has failed, and the journal may be an earlier process's.
+        # Without an id `_adopted` has failed, and the journal may belong to an earlier process.
         if not stays and self._id:
             self.journal.remove()
 
@@ -580,12 +581,11 @@ class RunFiles:
 
 
 def _named_in(home: Path, rank: int | None = None) -> set[Path]:
-    """Return the files, resolved, that the manifests in a home name. rank: the one rank whose
-    manifests are read; None for all. Raises: OSError, ValueError for a manifest that cannot be
-    read.
+    """Return the files, resolved, that the manifests in a home name. rank: the rank whose manifests
+    are read; None: all ranks. Raises: OSError, ValueError for an unreadable manifest.
 
-    Every manifest counts, also that of an interrupted commit: another rank of the dead run may
-    still be about to write its part, and the generation is then whole.
+    Manifests of interrupted commits count, too: another rank of the dead run may still write its
+    part, which makes the generation whole.
     """
     return {
         _real(home / entry.name)
@@ -602,7 +602,7 @@ def unlink_states(states: Iterable[Path]) -> None:
     has bad ranges is retired to bad-… instead."""
     for path in states:
         kept = retire_states(path)
-        # The states file last: if this process is killed before, the next one finds the file.
+        # The states file last, so that after a kill the next process finds the file.
         remove([_sidecar(path), list_of_bad(path), *([] if kept else [path])])
 
 
@@ -611,9 +611,7 @@ def _id_of(states: Path) -> str:
 
 
 def _home_link(states: Path) -> Path:
-    """Return the link from an additional drive back to the home directory of the run that a states
-    file belongs to.
-    """
+    """Return the link from a further drive to the home of the run that owns a states file."""
     found = _STATES.fullmatch(states.name)
     assert found is not None
     return states.with_name(f"home-{found.group(1)}")
@@ -624,8 +622,8 @@ def _sidecar(states: Path) -> Path:
 
 
 def _is_ordinary(path: Path) -> bool:
-    """Return whether a path with the name of a states file is a regular file, as a run makes it,
-    not a link, a FIFO or a directory. True for a file that is gone.
+    """Return whether a path with the name of a states file is a regular file, not a link, a FIFO or
+    a directory. True if the file no longer exists.
     """
     try:
         return stat.S_ISREG(path.lstat().st_mode)
@@ -635,22 +633,22 @@ def _is_ordinary(path: Path) -> bool:
 
 def _is_held(path: Path) -> bool:
     try:
-        # O_NONBLOCK: opening a FIFO of that name must not block this process.
+        # O_NONBLOCK: opening a FIFO must not block this process.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:
-        # Closing the descriptor releases a lock that the test took.
+        # Closing the descriptor releases the lock if the test acquired it.
         return not lock(fd)
     finally:
         os.close(fd)
 
 
 def _check_no_home(directory: Path, copy: Path) -> None:
-    """Raise ValueError if a directory after the first holds a run's manifests: that run has its
-    home there, and `newest_run` would not find it. copy: the place of this run's copy there.
+    """Raise ValueError if a directory after the first holds a run's manifests: it is the home of
+    that run, which `newest_run` would not find. copy: the path of this run's copy in the directory.
     """
-    # A copy says that this run was here first: the run in the directory has lost its first drive.
+    # This run's copy exists, so the directory is no home of another run.
     if copy.is_dir() and generations(copy):
         return
     if directory.is_dir() and generations(directory):
@@ -662,18 +660,18 @@ def _check_no_home(directory: Path, copy: Path) -> None:
 
 
 def _link(home: Path, target: Path) -> str:
-    """Make a symbolic link to `target` in `home`, unless `home` has such a link. Returns the name
-    of the link.
+    """Make a symbolic link drive<n> to `target` in `home`, unless one exists. Returns the name of
+    the link.
     """
     number = 1
     while True:
-        # The first number without a link, or whose link leads to `target`.
+        # Find the first number without a link, or with a link to `target`.
         path = home / f"drive{number}"
         with typed_errors(path, "open", 0):
             try:
                 path.symlink_to(target)
             except FileExistsError:
-                # A manifest of the earlier run may name files by this link: it stays as it is.
+                # A manifest of the earlier run may name files by this link, so it stays.
                 if not path.is_symlink() or path.readlink() != target:
                     number += 1
                     continue
@@ -684,11 +682,11 @@ def _link(home: Path, target: Path) -> str:
 # Lists of the byte ranges of states files where a write failed. A list outlives its process.
 #
 #     .states-<id>-<n>.rank<r>.bad     a line of JSON for each bad range, beside the states file
-#     bad-<id>-<n>.rank<r>             a states file that no run uses any more: all but its bad
-#                                      ranges has been punched out
+#     bad-<id>-<n>.rank<r>             a states file that no run uses any more, with holes in place
+#                                      of all its ranges except the bad ones
 #
-# The device blocks under a bad range stay allocated to that file, so the file system cannot give
-# them to another. Users remove `bad-*` after they have replaced the drive.
+# The device blocks under a bad range stay allocated to that file, so that the file system does not
+# give them to another file. Users remove `bad-*` after they have replaced the drive.
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -704,7 +702,7 @@ def list_of_bad(states: Path) -> Path:
 def remember_bad(states: Path, offset: int, size_bytes: int) -> None:
     """Add a range to the list of a states file. Blocks for the drive. Raises: AioError."""
     path = list_of_bad(states)
-    # The newline comes first, too: the last line may be torn by a kill.
+    # The record begins with a newline, since a kill may have torn the last line.
     line = b"\n" + json.dumps({"offset": offset, "size_bytes": size_bytes}).encode() + b"\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with typed_errors(path, "write", len(line)):
@@ -732,8 +730,8 @@ def _ranges(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
             found = json.loads(line)
             start, stop = int(found["offset"]), int(found["offset"]) + int(found["size_bytes"])
         except (ValueError, KeyError, TypeError):
-            # Empty, or torn by a kill. If a range is lost so, a write to that range fails once
-            # more.
+            # An empty line, or one that a kill has torn. A write to a range that is lost thus fails
+            # once more.
             continue
         if 0 <= start < stop:
             yield start, stop
@@ -752,9 +750,9 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def retire_states(states: Path) -> bool:
-    """Punch out a states file except for its bad ranges, and rename it from states-… to bad-….
-    Returns False, with the name unchanged, if it has no bad ranges, if fallocate fails, or if a
-    checkpoint has a hard link to it. The caller may then unlink it.
+    """Free all ranges of a states file except bad ones, and rename it from states-… to bad-….
+    Returns False, with the name unchanged, if the file has no bad ranges, if fallocate fails, or if
+    a checkpoint has a hard link to the file. The caller may then unlink the file.
     """
     bad = bad_ranges(states)
     if not bad:
@@ -767,7 +765,7 @@ def retire_states(states: Path) -> bool:
     try:
         status = os.fstat(fd)
         if status.st_nlink > 1:
-            # Punching holes would destroy the checkpoint's data.
+            # Holes would destroy the checkpoint's data.
             return False
         end = status.st_size
         for start, stop in zip([0, *stops], [*starts, end], strict=True):
@@ -777,6 +775,6 @@ def retire_states(states: Path) -> bool:
                 return False
     finally:
         os.close(fd)
-    # Rename last: if this process is killed before, the next one finds the file and its list.
+    # Rename last, so that after a kill the next process finds the file and its list.
     states.rename(states.with_name(f"bad-{states.name.removeprefix('states-')}"))
     return True

@@ -1,9 +1,9 @@
 """Initialization of a durable run's states files, with a journal from which the next process
 resumes an interrupted initialization.
 
-It resumes only if source files, conversion, layout, places of chunks, states files, shares of the
-drives and the way of reading equal those in the journal. Otherwise all values are loaded again, and
-a warning says why.
+A process resumes only if source files, conversion, layout, places of chunks, states files, shares
+of the drives and the way of reading equal those in the journal. Otherwise it loads all values
+again, and a warning gives the reason.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from infinity.errors import AioError
 log = logging.getLogger("infinity")
 
 NOTE_EVERY_S = 1.0
-"""Minimum time between two entries of the journal: each first syncs the states files."""
+"""Minimum time between two entries of the journal, since each first syncs the states files."""
 
 _PLACE = (
     "key", "generation", "numel", "drive", "format", "section_count", "run_bytes", "section_at",
     "file", "file_offset", "other_file", "other_offset",
 )  # fmt: skip
-"""Fields of a record that say where a chunk lies, and how its checksums are seeded."""
+"""Fields of a record that determine a chunk's place, and the seeds of its checksums."""
 
 
 class Initialization:
@@ -81,7 +81,7 @@ class Initialization:
             log.info("%s: resuming an interrupted initialization", files.home)
 
     def resumed(self, flat: Flat) -> int | None:
-        """If an earlier process wrote this flat, take the checksums of its chunks from the journal
+        """If an earlier process wrote this flat, set the checksums of its chunks from the journal
         and return the digest of its values. Otherwise return None.
         """
         found = self._journal.take(self._index[flat])
@@ -106,23 +106,24 @@ class Initialization:
 
     def end(self) -> None:
         """Record that all flats were written: if the process is killed before the first commit, the
-        next one loads nothing again. Blocks. Raises: AioError."""
+        next process loads no flat again. Blocks. Raises: AioError."""
         self._note()
         self._journal.end()
 
     def close(self) -> None:
-        # An error here must not replace the one that ended the initialization.
+        # An error of the journal must not replace the error that ended the initialization.
         with contextlib.suppress(AioError):
             self._note()
 
     def _note(self) -> None:
         self._store.settle_moves()
         if self._written:
-            # Before the journal: after a power cut, every flat that it lists must be on the drives.
+            # Sync before the journal is written: after a power cut, every listed flat must be on
+            # the drives.
             self._files.sync()
             for flat, digest in self._written:
-                # The journal does not say where a failed write has moved a chunk: a flat with such
-                # a chunk is not listed, and is loaded again on resume.
+                # The journal lacks the new place of a chunk whose write failed. So a flat with such
+                # a chunk is not listed, and a resume loads it again.
                 if not self._store.in_its_places(flat):
                     continue
                 sums = self._store[flat].sums[0].tobytes()

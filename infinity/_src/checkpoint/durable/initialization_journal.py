@@ -1,5 +1,5 @@
-"""Journal of the initialization of a durable run: the flats whose first values are on the drives.
-From it the next process resumes an initialization that was interrupted, by whatever cause.
+"""Journal of the initialization of a durable run: it lists the flats whose first values are on the
+drives, so that the next process can resume an interrupted initialization.
 
     <home>/fill.rank<r>     HEAD    the states files: their id and directories
                             START   places of all chunks, source, shares, states files
@@ -7,9 +7,9 @@ From it the next process resumes an initialization that was interrupted, by what
                             FLAT    ...
 
 A flat is recorded when its values are on the drives. The first commit, which names the states
-files, ends the journal. The first write after the initialization, which changes the values that the
-journal describes, cuts it to its head. The head stays until a commit: by it the next process finds
-states files that no manifest names, and releases their space.
+files, removes the journal. The first write after the initialization changes the described values,
+so it truncates the journal to its head. The head stays until a commit, so that the next process can
+find states files that no manifest names, and free their space.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _SUM_BYTES = 8
 _HEAD, _START, _WRITTEN = range(3)
 _ID = re.compile(r"[0-9a-f]{16}")
 _BYTES_MAX = (64 << 20, 64 << 20, 1 << 28)
-"""Most bytes of a record of each kind. Larger ones are damage, and are not read into memory."""
+"""Largest record of each kind, in bytes. Larger records are damage, and are never read."""
 
 
 class InitializedFlat(NamedTuple):
-    """A flat that is on the drives. digest: of all its values, 0 where they were read in parts.
+    """A flat that is on the drives. digest: digest of all its values; 0 if they were read in parts.
     sums: the checksums of this rank's chunks, as bytes."""
 
     digest: int
@@ -56,7 +56,7 @@ class InitializationJournal:
         self._path = path
         self._fd = -1
         self.head: Mapping[str, Any] | None = None
-        # START record of this process or an earlier one; None if nothing may be resumed.
+        # START record of this process or an earlier process; None if there is nothing to resume.
         self.started: Mapping[str, Any] | None = None
         self._written: dict[int, InitializedFlat] = {}
         self._pending: list[bytes] = []
@@ -64,12 +64,12 @@ class InitializationJournal:
         self._head_bytes = self._whole_bytes = 0
         self._ended = False
         self.refused = ""
-        """Reason to refuse the journal that was found: no initialization wrote it. Else empty."""
+        """Reason for refusing the existing journal, which no initialization wrote; else ""."""
         try:
             if self._open():
                 self._read()
         except ValueError as error:
-            # Ignore its contents; `begin` writes a new journal.
+            # Ignore the contents; `begin` writes a new journal.
             self.refused = str(error)
             log.warning("%s: ignoring a journal that no initialization wrote: %s", path, error)
             self.head = self.started = None
@@ -84,11 +84,11 @@ class InitializationJournal:
         self.close()
         self.head, self.started, self._written = head, None, {}
         self._pending.clear()
-        # The sizes so far are those of the old journal; the new file is empty.
+        # The new file is empty.
         self._head_bytes = self._whole_bytes = 0
         record = _packed(_HEAD, json.dumps(head).encode())
         with typed_errors(self._path, "write", len(record)):
-            # A new file: an existing one may be a symbolic or a hard link to another file.
+            # A new file, since an existing one may be a symbolic or hard link to another file.
             self._path.unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
@@ -98,9 +98,9 @@ class InitializationJournal:
         sync_directory(self._path.parent)
 
     def start(self, start: Mapping[str, Any], *, known: bool) -> list[str]:
-        """Begin an initialization, or resume the one that was found. Returns the names of the
-        fields that differ; if there are any, the initialization begins anew. known: False records
-        nothing, as the source is not known. Blocks. Raises: AioError, SwapFullError.
+        """Begin an initialization, or resume the interrupted one. Returns the names of the fields
+        that differ; if any differ, the initialization begins anew. known: False records nothing,
+        since the source is unknown. Blocks. Raises: AioError, SwapFullError.
         """
         before, self._ended = self.started, False
         different = [
@@ -115,8 +115,8 @@ class InitializationJournal:
         return different
 
     def take(self, index: int) -> InitializedFlat | None:
-        """Return the record of a flat that is on the drives, otherwise None. The first call returns
-        the checksums, too, and drops them here.
+        """Return the record of a flat that is on the drives, otherwise None. Only the first call
+        returns the checksums, which the journal then drops.
         """
         found = self._written.get(index)
         if found is not None:
@@ -135,7 +135,7 @@ class InitializationJournal:
             records = b"".join(self._pending)
             with typed_errors(self._path, "write", len(records)):
                 self._append(records)
-            # Retained until they are written: after an error the next call tries again.
+            # Cleared only after the write, so that after an error the next call tries again.
             self._pending.clear()
 
     def end(self) -> None:
@@ -170,7 +170,7 @@ class InitializationJournal:
     def _open(self) -> bool:
         """Open an existing journal. Returns False if there is none. Raises: AioError; ValueError
         for a file that no initialization made."""
-        # O_NONBLOCK: a FIFO of that name must not block the reader.
+        # O_NONBLOCK: a FIFO must not block the reader.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with typed_errors(self._path, "open", 0):
             try:
@@ -179,7 +179,7 @@ class InitializationJournal:
                 return False
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise ValueError("it is no regular file, or has another hard link")
+            raise ValueError("it is not a regular file, or has another hard link")
         return True
 
     def _read(self) -> None:
@@ -210,7 +210,7 @@ class InitializationJournal:
         self._whole_bytes = size_bytes
 
     def _append(self, data: bytes) -> None:
-        # Cut off the torn record of a process that was killed.
+        # Cut off an incomplete record of a killed process.
         os.ftruncate(self._fd, self._whole_bytes)
         view, at = memoryview(data), self._whole_bytes
         while view:
@@ -232,7 +232,7 @@ def _records(file: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
     while len(head := file.read(_RECORD.size)) == _RECORD.size:
         kind, length = _RECORD.unpack(head)
         left -= _RECORD.size + length + _SUM_BYTES
-        # Checked before the record is read: a torn length may be any number.
+        # Checked before reading, since the length of a torn record may be any number.
         if left < 0 or kind > _WRITTEN or length > _BYTES_MAX[kind]:
             return
         record = head + file.read(length)
@@ -258,7 +258,7 @@ def _head_of(payload: bytes) -> dict[str, Any]:
     if not isinstance(head.get("id"), str) or not _ID.fullmatch(head["id"]):
         raise ValueError(f"its id is {head.get('id')!r:.100}")
     if not isinstance(head.get("directories"), list):
-        raise ValueError("its directories are no list")
+        raise ValueError("its directories are not a list")
     return head
 
 
@@ -270,7 +270,7 @@ def _start_of(payload: bytes) -> dict[str, Any]:
         isinstance(each, list) and len(each) == 2 and all(type(n) is int for n in each)
         for each in states
     ):
-        raise ValueError("its states files are no list of inodes and lengths")
+        raise ValueError("its states files are not a list of inodes and lengths")
     return start
 
 
@@ -296,7 +296,7 @@ def states_of(start: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def described(paths: Sequence[Path]) -> list[tuple[int, int]]:
     """Return inode and bytes of each states file. Raises: OSError; AioError for a file that is a
-    link or has a second name: to write there would change another file."""
+    link or has a second hard link, since a write would change another file."""
     found = []
     for path in paths:
         status = path.lstat()

@@ -2,29 +2,29 @@
 checkpoint or of an older commit names them.
 
 A chunk has two places (extents of a file): the *live* place has the newest commit, and the next
-step writes the *other* place. A *layer* is one file for each drive.
+step writes the *other* place. A *layer* is one file on each drive.
 
-`PinnedLayers`: checkpoints by hard links; no data is copied.
+`PinnedLayers`: checkpoints by hard links, without copies of data.
 
-    save      hard links to the files of the live places go into the checkpoint: these layers are
-              *pinned*
-    commits   a chunk whose other place is pinned gets a new one, in a layer without links
+    save      makes hard links to the files of the live places in the checkpoint; the layers of
+              these files are *pinned*
+    commits   give a chunk whose other place is pinned a new place, in a layer without links
     then      a layer without places of the run is closed and unlinked from the run's directory; the
               checkpoint's link keeps the file
 
 A linked file may also hold outdated chunks: only the places that the manifest names belong to the
 checkpoint.
 
-`OlderCommits`: commits retained besides the newest one (`Policy.generations` of 3 and more). Each
-chunk has additional places, and commits rotate through them.
+`OlderCommits`: commits that are retained in addition to the newest one (`Policy.generations` of 3
+and more). Each chunk has additional places, through which commits rotate.
 
     generations=3    places of a chunk:   A newest commit   B commit before   C written by the step
     next commit      A commit before      B free            C newest commit
 
-After a commit, a chunk whose other place a manifest names swaps it for a free additional place. One
-is free, because the oldest commit was just removed. Chunks that no step updates need no additional
-place: all commits name the same one. If the drives lack the capacity, fewer older commits are
-retained; the newest always is.
+After a commit, a chunk whose other place is named by a manifest swaps that place for a free
+additional place. One is free, since the oldest commit was just removed. Chunks that no step updates
+need no additional place, since all commits name the same place. If the drives lack the capacity,
+fewer older commits are retained; the newest commit always is.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from infinity.errors import SwapFullError
 log = logging.getLogger("infinity")
 
 _CANNOT = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP})
-"""Errors of `os.link` after which a save copies: another file system, no links, too many."""
+"""Errors of `os.link` after which a save copies: another file system, no or too many links."""
 
 
 def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
-    """Give every source a second name (a hard link). Returns False where the file system makes no
-    such link; then no source has one. Raises: AioError.
+    """Make a hard link to every source. Returns False, without any link, if the file system cannot
+    make one. Raises: AioError.
     """
     made: list[Path] = []
     for source, target in zip(sources, targets, strict=True):
         try:
             with typed_errors(target, "link", 0):
-                # The data exists until both the run and the checkpoint have unlinked it.
+                # The data exist until both the run and the checkpoint have unlinked them.
                 os.link(source, target)
         except OSError as error:
-            # All links, or none.
+            # Make all links or none.
             remove(made)
             if error.errno in _CANNOT:
                 return False
@@ -79,7 +79,7 @@ def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
 
 
 class PinnedLayers:
-    """Layers of swap files that checkpoints share with the run. One thread uses it at a time."""
+    """Layers of swap files that checkpoints share with the run. Calls must not overlap."""
 
     def __init__(
         self, files: RunFiles, space: SwapSpace, store: StateStore, executor: Executor
@@ -92,17 +92,17 @@ class PinnedLayers:
 
     @property
     def layers(self) -> frozenset[int]:
-        """The layers whose files have hard links from checkpoints: they are not written."""
+        """The layers whose files have hard links in checkpoints; the run does not write to them."""
         return frozenset(self._layers)
 
     @property
     def newest(self) -> int:
-        """The newest layer without links from checkpoints."""
+        """The newest layer whose files have no links in checkpoints."""
         return [layer for layer in self._files.layers if layer not in self._layers][-1]
 
     def layer_for_more(self) -> int:
-        """Return a layer for additional places: a new layer or, where the executor would exceed
-        FILE_MAX files, the newest layer without links. Blocks. Raises: AioError.
+        """Return a layer for additional places: a new layer, or the newest layer without links if
+        the executor would exceed FILE_MAX files. Blocks. Raises: AioError.
         """
         # Leave a file number free for the layer that the next save adds.
         return self._new_layer() if len(self._files.layers) < FILE_MAX - 2 else self.newest
@@ -115,14 +115,15 @@ class PinnedLayers:
         spare: bool = False,
     ) -> bool:
         """Hard-link each file (layer, drive) of `targets` to its path, and pin those layers.
-        Returns False where the file system makes no links, or no layer can be added.
+        Returns False if the file system cannot make links, or if no layer can be added.
 
         now: the chunks' records, all committed. spare: the chunks have additional places, so a
-        drive that is too full to grow is no error. Also preallocates, in a new layer, the places
-        that replace the pinned ones at the next commit. Blocks for the file system. Raises:
-        SwapFullError, AioError; then no layer is pinned.
+        drive that is too full to grow is not an error. Also preallocates, in a new layer, the
+        places that replace the pinned places at the next commit. Blocks for the file system.
+        Raises: SwapFullError, AioError; then no layer is pinned.
         """
-        # Chunks that no step updates keep old layers alive, and an executor takes FILE_MAX files.
+        # Chunks that no step updates keep old layers in use, and an executor has at most FILE_MAX
+        # files.
         if len(self._files.layers) >= FILE_MAX - 1:
             return False
         sources = [Path(self._files.layers[layer][drive].path) for layer, drive in targets]
@@ -138,22 +139,22 @@ class PinnedLayers:
                     # The reserved extents are allocated again in this layer, before the chunks.
                     file.grow(size_bytes + self._store.spare_bytes_wanted)
         except BaseException:
-            # The layers are not pinned, so the run will overwrite these files: remove the links.
+            # The layers are not pinned, so the run will overwrite their files: remove the links.
             remove(list(targets.values()))
             raise
-        # From here on the run must not write these files: the checkpoint names their places.
+        # From now on the run must not write to these files, whose places the checkpoint names.
         for layer in {layer for layer, _ in targets}:
             self._layers.add(layer)
-            # No place is reserved there any more, and the file is not truncated.
+            # The swap space reserves no places in a frozen layer, and does not truncate its files.
             self._space.freeze_layer(layer)
         self._set_layers()
         return True
 
     def make_way(self, flats: Sequence[Flat], named: AbstractSet[int] = frozenset()) -> None:
-        """Replace each chunk's other place if it is pinned. Called when everything is committed.
-        Blocks for the file system. named: layers in which older commits have places.
+        """Replace each chunk's other place if that place is pinned. Call it when everything is
+        committed. Blocks for the file system. named: layers in which older commits have places.
 
-        Raises: SwapFullError; then those chunks must not be written.
+        Raises: SwapFullError; then chunks with a pinned other place must not be written.
         """
         if not self._layers:
             return
@@ -161,7 +162,7 @@ class PinnedLayers:
             now = self._executor.look(self._store[flat].ids)
             # The next step writes the other place; the live place is only read.
             pinned = np.isin(now["other_file"], sorted(self._layers)) & (now["other_bytes"] > 0)
-            # `_other_layer` picks a layer that differs from that of the live place.
+            # `_other_layer` chooses a layer that differs from the live place's.
             for live in np.unique(now["file"][pinned]):
                 self._move(
                     flat,
@@ -173,9 +174,9 @@ class PinnedLayers:
         self._set_layers()
 
     def _set_layers(self) -> None:
-        """Set the state store's layers for new places: those without links."""
-        # New live places go to the oldest such layer, new other places to the newest. They may be
-        # the same.
+        """Set the state store's layers for new places: layers without links."""
+        # New live places go to the oldest such layer, new other places to the newest, which may be
+        # the same layer.
         mine = [layer for layer in self._files.layers if layer not in self._layers]
         self._store.place_in((mine[0], mine[-1]))
 
@@ -184,7 +185,7 @@ class PinnedLayers:
         found = [
             layer for layer in self._files.layers if layer not in self._layers and layer != live
         ]
-        # The newest: `link` preallocated there.
+        # The newest layer, in which `link` has preallocated.
         return found[-1] if found else self._new_layer()
 
     def _new_layer(self) -> int:
@@ -201,7 +202,7 @@ class PinnedLayers:
     ) -> None:
         records = self._store[flat]
         wants = [ExtentRequest(int(size), layer) for size in now["other_bytes"][chunks]]
-        # On the same drive, so that the distribution over drives does not change.
+        # Same drives, so that the distribution over drives does not change.
         places = self._space.reserve_on(now["other_drive"][chunks].tolist(), wants)
         offsets = np.array([place.offset for place in places], dtype=np.int64)
         # No copy: the next step writes the whole place before any read of it.
@@ -215,7 +216,7 @@ class PinnedLayers:
             (int(one["other_drive"]), int(one["other_offset"]), int(one["other_file"]))
             for one in now[chunks]
         }
-        # Compared without the size: a place may be larger than the chunk stored in it.
+        # The size is not compared: a place may be larger than its chunk.
         kept = [
             place
             for place in records.places
@@ -228,11 +229,11 @@ class PinnedLayers:
         the run's directory.
         """
         used = {place.layer for flat in flats for place in self._store[flat].places}
-        # Also keep layers with reserved extents that replace failed ones.
+        # Also keep layers whose reserved extents replace failed ones.
         used |= self._space.exchanged_layers
         for layer in sorted(self._layers - used - named):
             files = self._files.layers.pop(layer)
-            # The executor first: it must not use a closed file.
+            # Remove the files from the executor first, which must not use a closed file.
             for drive in range(len(files)):
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)
@@ -245,7 +246,7 @@ _LEFT_FREE = 64 * MIB
 
 
 class _Places(NamedTuple):
-    """Places of chunks: drive, file on it (-1: none) and offset, each [chunks]."""
+    """Places of chunks: drive, file on the drive (-1: no place) and offset, each [chunks]."""
 
     drives: npt.NDArray[np.int32]
     files: npt.NDArray[np.int32]
@@ -273,10 +274,9 @@ class _Commit:
 
 
 class OlderCommits:
-    """One rank's older commits, and the additional places of its chunks. One thread uses it at a
-    time.
+    """One rank's older commits, and the additional places of its chunks. Calls must not overlap.
 
-    count: the number of commits to retain besides the newest one.
+    count: the number of commits to retain in addition to the newest one.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class OlderCommits:
         self._wanted = count
         self._layer = 0
         self.capacity = count
-        """The number of commits that this rank has capacity for besides the newest one."""
+        """The number of older commits for which this rank has capacity."""
 
     @property
     def generations(self) -> set[int]:
@@ -319,15 +319,17 @@ class OlderCommits:
         return found
 
     def committed(self, generation: int, table: str, count: int) -> None:
-        """Record a commit that all ranks completed, before the manifests of older commits are
-        removed. count: the number of older commits that every rank can retain; others are dropped.
+        """Record a commit that all ranks have completed, before the manifests of older commits are
+        removed. count: the number of older commits that every rank can retain; older ones are
+        dropped.
         """
         shards = tuple(self._store[flat] for flat in self._flats)
         moved = not self._kept or any(
             mine is not other for mine, other in zip(shards, self._kept[0].shards, strict=True)
         )
         if moved:
-            # The flat has new records, so these places were freed and may hold other data.
+            # A flat with new records has moved: its earlier places were freed, and may hold other
+            # data.
             before = self._kept[0].shards if self._kept else shards
             for index, (mine, other) in enumerate(zip(shards, before, strict=True)):
                 if mine is not other:
@@ -344,7 +346,7 @@ class OlderCommits:
 
     def make_way(self) -> bool:
         """Swap each chunk's other place for an unnamed place, if an older commit or a checkpoint
-        names it. Called when everything is committed. Blocks for the file system.
+        names the other place. Call it when everything is committed. Blocks for the file system.
 
         Returns True if commits were dropped for lack of space: their manifests must be removed
         before the next write. Raises: AioError.
@@ -363,7 +365,7 @@ class OlderCommits:
                 return cut
             except SwapFullError as error:
                 self._warn(min(self.capacity, len(self._kept) - 1) - 1, error)
-                # Only the newest commit remains, so a checkpoint names the other place:
+                # Only the newest commit remains, so a checkpoint names the other place, for which
                 # `PinnedLayers.make_way` raises.
                 if len(self._kept) == 1:
                     return cut
@@ -373,14 +375,14 @@ class OlderCommits:
     # -- capacity ----------------------------------------------------------------------------------
 
     def _reserve_capacity(self) -> None:
-        """Reserve one additional place for each chunk with states and each older commit, commit by
-        commit. Stops at the first commit that does not fit.
+        """Reserve an additional place for each chunk with states, for one older commit after
+        another. Stops at the first commit that does not fit.
         """
         for row in range(self.capacity):
             wanted: list[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]] = []
             for index, flat in enumerate(self._flats):
                 shard = self._store[flat]
-                # Parameters without states seldom change: `_exchange` reserves their places.
+                # Parameters without states rarely change: `_exchange` reserves places when needed.
                 if shard.format is Format.RAW:
                     continue
                 held = sum((spare.files >= 0).astype(np.int64) for spare in self._spares[index])
@@ -398,7 +400,7 @@ class OlderCommits:
     def _reserve(
         self, wanted: Sequence[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]]
     ) -> None:
-        """Reserve a place for each of these chunks: all or none. Raises: SwapFullError."""
+        """Reserve a place for each of these chunks, or for none. Raises: SwapFullError."""
         if not wanted:
             return
         drives = np.concatenate([now["other_drive"][chunks] for _, now, chunks in wanted]).tolist()
@@ -411,7 +413,7 @@ class OlderCommits:
         for index, _, chunks in wanted:
             mine = places[at : at + len(chunks)]
             at += len(chunks)
-            # Added to the flat's places, so that freeing the flat frees them, too.
+            # Added to the flat's places, so that freeing the flat also frees them.
             self._store[self._flats[index]].places.extend(mine)
             spare = _none(len(self._store[self._flats[index]].ids))
             self._spares[index].append(spare)
@@ -420,7 +422,7 @@ class OlderCommits:
             spare.offsets[chunks] = [place.offset for place in mine]
 
     def _check_free(self, layer: int, drives: Sequence[int], sizes: Sequence[int]) -> None:
-        """Raise SwapFullError where less than `_LEFT_FREE` would stay free on a drive."""
+        """Raise SwapFullError if less than `_LEFT_FREE` would stay free on a drive."""
         wants = np.bincount(drives, weights=sizes, minlength=len(self._space.files))
         for drive, size in enumerate(wants.astype(np.int64).tolist()):
             file = self._space.layers[layer][drive]
@@ -444,17 +446,17 @@ class OlderCommits:
             return
         self.capacity = max(count, 0)
         log.warning(
-            "the drives lack space for %d commits of the durable run besides the step being "
+            "the drives lack space for %d commits of the durable run in addition to the step being "
             "written: this process keeps %d. Free space before the next start, or give "
             "Policy(generations=%d) (%s)",
             self._wanted + 1, self.capacity + 1, self.capacity + 2, error,
         )  # fmt: skip
 
-    # -- turns -------------------------------------------------------------------------------------
+    # -- swaps of places ---------------------------------------------------------------------------
 
     def _exchange(self, index: int, shard: ShardRecords) -> None:
-        """Swap the other places of a flat's chunks that must not be overwritten. Raises:
-        SwapFullError; then some chunks are swapped, and all records are consistent.
+        """Swap those other places of a flat's chunks that must not be overwritten. Raises:
+        SwapFullError; then only some places are swapped, and all records are consistent.
         """
         now = self._executor.look(shard.ids)
         other = _Places(
@@ -466,7 +468,7 @@ class OlderCommits:
         )
         if not needs.any():
             return
-        # First use free additional places; reserve new ones for the remaining chunks.
+        # Use free additional places first; reserve new ones for the remaining chunks.
         needs &= ~self._take(index, shard, needs, other)
         if needs.any():
             self._reserve([(index, now, np.flatnonzero(needs))])
@@ -482,7 +484,7 @@ class OlderCommits:
         """
         pinned, done = sorted(self._pinned.layers), np.zeros(len(needs), dtype=np.bool_)
         for spare in self._spares[index]:
-            # Places in pinned layers must not be written, either.
+            # Places in pinned layers must not be written.
             free = (spare.files >= 0) & ~np.isin(spare.files, pinned)
             chosen = needs & ~done & free & ~self._named(index, spare)
             if not chosen.any():
@@ -505,7 +507,9 @@ class OlderCommits:
         return found
 
     def _forget_pinned(self, index: int, shard: ShardRecords) -> None:
-        """Drop additional places that only checkpoints name: they are never written again."""
+        """Drop additional places that only checkpoints name, since the run never writes to them
+        again.
+        """
         gone: set[tuple[int, int, int]] = set()
         pinned = sorted(self._pinned.layers)
         for spare in self._spares[index] if pinned else ():

@@ -1,15 +1,15 @@
-"""Durable runs: every committed step has a manifest beside the swap files, from which training
+"""Durable runs: every committed step has a manifest next to the swap files, from which training
 resumes after a crash.
 
     set-up          when all trainable parameters have states: a manifest of step 0
     opt.step()      captures the step's small state: step counts, groups, buffers, handle.extra
-    the next step   updates have ended -> flush the drives -> manifest of each rank -> all have one
+    the next step   updates have ended -> flush the drives -> every rank writes its manifest
                     -> the states of the step before may be overwritten
 
-Until then no write touches a place that the last manifest names. So at any moment there is a whole
-generation: the last committed step, or the step before. With `Policy.generations` of 3 or more,
-older commits stay, too (named_places.py). The run then removes the oldest commit, manifest first,
-before it writes to the places of that commit.
+Before every rank has written its manifest, no write touches a place that the last manifest names.
+So there is always a whole generation: the last committed step, or the step before. With
+`Policy.generations` of 3 or more, older commits stay, too (named_places.py). The run then removes
+the oldest commit, manifest first, before it writes to the places of that commit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ BLOCK_CHUNKS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """The chunks at one moment. files: the numbers (`layer_and_drive`) of the files that hold live
+    """The chunks at one moment. files: the numbers (`layer_and_drive`) of the files with live
     places, ascending. digest: a checksum of all places. shards: the records of the chunks.
     """
 
@@ -89,7 +89,7 @@ def layer_and_drive(number: int) -> tuple[int, int]:
 
 
 class RunTable:
-    """The table of one rank's chunks. One thread uses it."""
+    """The table of one rank's chunks. Threads may not share it."""
 
     def __init__(self, executor: Executor, store: StateStore, flats: Sequence[Flat]) -> None:
         self._executor = executor
@@ -139,8 +139,8 @@ class RunTable:
         return np.concatenate(parts)
 
     def live_rows(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
-        """Return a row for the live place of each chunk, ROW [chunks], and the checksums of all
-        pieces. rows["file"] are numbers (`layer_and_drive`).
+        """Return (a row for the live place of each chunk, ROW [chunks]; the checksums of all
+        pieces). rows["file"] are numbers (`layer_and_drive`).
         """
         parts, sums, count = [], [], 0
         for index, flat in enumerate(self._flats):
@@ -155,15 +155,15 @@ class RunTable:
             # Each place has a table of checksums; select the live place's.
             second = (now["sums_ptr"] != shard.first_sums).astype(np.int64)
             taken = shard.sums[second, np.arange(len(now))]
-            # Chunk after chunk. A row of `taken` has capacity for the longest chunk with gradients:
-            # the first `pieces` checksums are those of this chunk's states.
+            # A row of `taken` has capacity for the longest chunk with gradients; its first `pieces`
+            # checksums belong to this chunk's states.
             sums.append(taken[np.arange(taken.shape[1]) < pieces[:, None]])
             count += len(sums[-1])
             parts.append(rows)
         return np.concatenate(parts), np.concatenate(sums)
 
     def committed(self, file: FileEntry, found: Described) -> None:
-        # Drop the marks, which take most of the memory of `found`.
+        # Keep `found` without its marks, which take most of the memory.
         self._committed = file, found.digest, found.shards
 
 
@@ -172,7 +172,7 @@ def _of_chunks(
 ) -> npt.NDArray[np.void]:
     rows = np.zeros(len(now), dtype=dtype)
     rows["flat"], rows["start"] = index, shard.starts
-    # `other_bytes` counts the states alone; `run_bytes` of a chunk may hold gradients too.
+    # `other_bytes` counts states only; `run_bytes` may include gradients.
     rows["run_bytes"] = now["other_bytes"]
     for name in ("numel", "key", "section_at"):
         rows[name] = now[name]
@@ -190,8 +190,8 @@ def _numbers(now: npt.NDArray[np.void], field: str) -> npt.NDArray[np.int32]:
 def _places(
     now: npt.NDArray[np.void], second: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return the file numbers and the offsets of the first and the second place of each chunk:
-    [chunks, 2] each.
+    """Return (file numbers, offsets) of the first and the second place of each chunk: [chunks, 2]
+    each.
     """
     files = np.stack([_numbers(now, "file"), _numbers(now, "other_file")], axis=1)
     offsets = np.stack([now["file_offset"], now["other_offset"]], axis=1)
@@ -201,10 +201,10 @@ def _places(
 
 @dataclasses.dataclass(frozen=True)
 class _Small:
-    """Small state of a step: all but its chunks.
+    """Small state of a step: everything except the chunks.
 
-    whole: `extra` is the user's state, encoded, or None if there is none. False: the commit must
-    still read and encode the user's state.
+    whole: True if `extra` is the user's encoded state, or None without a state. False if the commit
+    must still read and encode the user's state.
     """
 
     step: int
@@ -215,7 +215,9 @@ class _Small:
 
 
 class DurableRun:
-    """One model's durable run. One thread uses it. extra: returns the user's small state."""
+    """One model's durable run. Threads may not share it. extra: a function that returns the user's
+    small state.
+    """
 
     def __init__(
         self,
@@ -227,7 +229,7 @@ class DurableRun:
         *,
         extra: Callable[[], Any],
     ) -> None:
-        assert pipeline.transaction is not None, "Policy sees to it that there are two generations"
+        assert pipeline.transaction is not None, "Policy ensures two generations"
         self.files = files
         self._policy = policy = saver.policy
         self._model = model
@@ -242,7 +244,7 @@ class DurableRun:
         before = files.before
         # The ranks agree on both numbers when the first commit begins.
         self._generation = self._save = 0
-        # The run in the directories is not overwritten before the user restores or releases it.
+        # Step of the run in the directories, until the user restores or releases that run.
         self._waits_for = before[0].step if before is not None and policy.durable != "new" else None
         self._captured: _Small | None = None
         self._committed: _Small | None = None
@@ -256,12 +258,12 @@ class DurableRun:
             space=space,
             pinned=self._pinned,
         )
-        # True on all ranks as soon as one rank has linked.
+        # True on all ranks once one rank has linked.
         self._linked = False
         self._stepped = False
         self._cleaned = False
         self._table = RunTable(self._executor, self._store, self.flats)
-        # The forward of the first step may change buffers: the hook captures them before.
+        # The first step's forward may change buffers, so this hook captures them before.
         self._first_forward = model.register_forward_pre_hook(
             dynamo_disable(self._before_forward), prepend=True
         )
@@ -270,7 +272,7 @@ class DurableRun:
         self._first_forward.remove()
 
     def _before_forward(self, *_: object) -> None:
-        # Forward may change buffers (running means): commit their values before it.
+        # Forward may change buffers (running means): commit their values before forward.
         if not self._stepped and not self.waits:
             self.capture()
             if self._captured == self._committed:
@@ -279,8 +281,8 @@ class DurableRun:
         # A forward for evaluation leaves the hook in place for the first forward that trains.
         if self._model.training and torch.is_grad_enabled():
             self._first_forward.remove()
-            # If some trainable parameters have no optimizer, set-up could not tell when all states
-            # were there, and committed nothing.
+            # If some trainable parameters have no optimizer, set-up could not know when all states
+            # existed, and committed nothing.
             if not self.begun and self._captured is not None and self._captured.optimizers:
                 self._pipeline.commit()
 
@@ -292,8 +294,8 @@ class DurableRun:
         """Raise ValueError while the directories hold a run that was not restored or released."""
         if self._waits_for is not None:
             place, files = str(self.files.home.parent), self.files
-            # If this run resumes from a copy of another run, that run's first drive is gone, and
-            # the states there with it.
+            # If this run resumes from a copy of another run, that run's first drive is lost with
+            # its states.
             reports = "" if files.source in (files.home, *files.copies) else ", damaged='report'"
             raise ValueError(
                 f"{files.source.parent} holds a durable run, committed up to step "
@@ -302,15 +304,15 @@ class DurableRun:
             )
 
     def must_restore(self, directories: Sequence[str | os.PathLike[str]]) -> bool:
-        """Return whether the run must be restored first, and all these directories belong to it."""
+        """Return whether the run must be restored first, and has all of these directories."""
         mine = {os.path.realpath(run.parent) for run in self.files.directories}
         named = {os.path.realpath(each) for each in directories}
         return self._waits_for is not None and bool(named) and named <= mine
 
     @property
     def before(self) -> int | None:
-        """The generation that the directories held when this process began; None if they held no
-        run, and once this process has committed.
+        """The generation in the directories when this process began; None if they held no run, or
+        if this process has committed.
         """
         return (
             self.files.before[0].generation
@@ -324,8 +326,8 @@ class DurableRun:
 
     @property
     def waits(self) -> bool:
-        """Return whether the directories hold a run that was neither restored nor released by
-        taking a step.
+        """Return whether the directories hold a run that was neither restored nor released, which
+        a step does.
         """
         released = self._stepped or self.begun or self.files.before is None
         return self._waits_for is not None or not released
@@ -338,7 +340,7 @@ class DurableRun:
         """Note that a checkpoint with this `extra` was restored: the next commit may replace the
         run that the directories held.
         """
-        # As if a step was taken: `extra` belongs to the step that was restored.
+        # Like after a step: `extra` belongs to the restored step.
         self._waits_for, self._stepped = None, True
         self._first_forward.remove()
         self._capture(lambda: extra)
@@ -359,8 +361,7 @@ class DurableRun:
         self._capture(self._extra if self._stepped else lambda: None)
 
     def _capture(self, extra: Callable[[], object]) -> None:
-        # First without `extra`: if encoding `extra` fails, the step's other state is still
-        # captured.
+        # First without `extra`, so that the step's state is captured if encoding `extra` fails.
         self._captured = self._described()
         self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
 
@@ -380,29 +381,30 @@ class DurableRun:
         return _Small(self._pipeline.steps, tuple(entries), buffers, None, whole=False)
 
     def undone(self) -> None:
-        """Forget the small state captured since the last commit: a fault undid its step."""
+        """Forget the small state captured since the last commit, since a fault undid its step."""
         self._captured = self._committed
 
     def states_moved(self, *, complete: bool) -> None:
-        """Commit the last step again: flats moved, and other flats will use their old places.
-        complete: all trainable parameters have states, so a run without a commit gets its first.
+        """Commit the last step again, since flats have moved, and other flats will use their old
+        places. complete: all trainable parameters have states, so a run without a commit makes its
+        first.
         """
         # Set to None first: if `_described` fails, the next commit captures again.
         before, self._captured = self._captured, None
         if self._written >= 0:
-            # `extra` is that of the last step, or of the run that was restored.
+            # `extra` belongs to the last step, or to the restored run.
             if before is not None and before.whole:
                 self._captured = dataclasses.replace(
                     self._described(), extra=before.extra, whole=True
                 )
             self.commit()
         elif complete and not self.waits:
-            # Not before all states exist: a commit reserves its places, and the states of a second
-            # optimizer might not fit.
+            # Only when all states exist, since a commit reserves its places, and a second
+            # optimizer's states might not fit.
             try:
                 self.commit()
             except BaseException:
-                # The optimizer is then not registered: no commit may describe its groups.
+                # The optimizer is then not registered, so no commit may describe its groups.
                 self._captured = None
                 raise
 
@@ -410,11 +412,11 @@ class DurableRun:
         """Move chunks away from places that the next step must not write: places that a linked
         checkpoint names, and places that a retained older commit names. Called after a commit.
 
-        Collective where older commits are retained, and once a checkpoint was linked. Raises:
-        SwapFullError, AioError, and PeerFailed when it was another rank.
+        Collective if older commits are retained, or if a checkpoint was linked. Raises:
+        SwapFullError, AioError, and PeerFailed if another rank failed.
         """
-        # The same on all ranks (if one rank linked, all have `_linked`), so that no rank waits
-        # alone in the collective below.
+        # Equal on all ranks (if one rank linked, all have `_linked`), so that no rank waits alone
+        # in the collective below.
         if not (self._linked or self._policy.older_commits):
             return
         problem: Exception | None = None
@@ -432,21 +434,20 @@ class DurableRun:
             raise problem
         if failed:
             raise PeerFailed(
-                "another rank lacks space for the next step besides a checkpoint or an older "
-                "commit; its error says why"
+                "another rank lacks space for the next step in addition to a checkpoint or an "
+                "older commit; its error gives the cause"
             )
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:
-        """Put the newest generation, just committed, into a checkpoint's directory by hard links to
-        its files.
+        """Make hard links to the files of the newest generation, just committed, in a checkpoint's
+        directory.
 
-        Returns None where links cannot be made, or while a run waits to be restored. Raises:
+        Returns None if links cannot be made, or while a run waits for its restore. Raises:
         SwapFullError, AioError.
         """
         if self.waits:
             return None
-        # Before the attempt: it may fail here and succeed on another rank, and `prepare_next` is
-        # collective.
+        # Set before the attempt, which may fail on this rank only: `prepare_next` is collective.
         self._linked = True
         rows, sums = self._table.live_rows()
         numbers, rows["file"] = np.unique(rows["file"], return_inverse=True)
@@ -456,7 +457,7 @@ class DurableRun:
         ]
         targets = {each: directory / name for each, name in zip(used, names, strict=True)}
         now = np.concatenate([self._executor.look(self._store[flat].ids) for flat in self.flats])
-        # On another file system, or with too many layers, the save copies instead.
+        # The save copies if the target is on another file system, or if there are too many layers.
         if not self._pinned.link(now, targets, spare=self._older.capacity > 0):
             return None
         entries = (
@@ -467,7 +468,7 @@ class DurableRun:
 
     def is_due(self) -> bool:
         small = self._captured
-        # Nothing captured: `commit` captures, and finds out whether anything is new.
+        # If nothing is captured, `commit` captures, and checks for changes.
         return small is None or small.step % self._policy.durable_every == 0
 
     def commit(self) -> None:
@@ -475,10 +476,10 @@ class DurableRun:
         pending. Blocks; collective.
 
         Raises: SwapFullError, DeviceFailedError, AioError, and PeerFailed if another rank failed.
-        After an error a run still resumes from the previous generation: nothing that it names was
+        After an error a run still resumes from the previous generation, whose places were not
         overwritten.
         """
-        # One rank alone may have written between steps, so the ranks decide together.
+        # A single rank may have written between steps, so the ranks decide together.
         if not self._comm.all_reduce_any(
             [self._store.writes != self._written or self._captured is not self._committed]
         )[0]:
@@ -490,7 +491,7 @@ class DurableRun:
             if self._captured is None:
                 self.capture()
             elif not self._captured.whole:
-                # `extra` could not be encoded when the step ended; the user may have mended it.
+                # `extra` could not be encoded when the step ended; the user may have changed it.
                 kept = extra_bytes(self._extra())
                 self._captured = dataclasses.replace(self._captured, extra=kept, whole=True)
             written = self._write(generation)
@@ -499,11 +500,11 @@ class DurableRun:
         if isinstance(problem, AioError):
             problem = self._drives.examine(problem)
         if isinstance(problem, DriveLostError):
-            # Tell the other ranks which drive is lost: else they wait in the collective below.
+            # Report the lost drive to all ranks, which else wait in the collective below.
             self._comm.report_failure(problem)
             self._drives.check()
-        # All ranks retain as many older commits as the rank with the least capacity: any further
-        # commit would lack that rank's part.
+        # All ranks retain as many older commits as the rank with the least capacity, since a
+        # further commit would lack that rank's part.
         lacks = [self._older.capacity <= count for count in range(self._policy.older_commits)]
         failed, *lacks = self._comm.all_reduce_any([problem is not None, *lacks])
         if failed:
@@ -513,26 +514,26 @@ class DurableRun:
             raise problem
         if failed:
             raise PeerFailed(
-                "another rank could not commit the step, and its error says why; the step before "
-                "stays"
+                "another rank could not commit the step, and its error gives the cause; the commit "
+                "before stays"
             )
         assert written is not None
         manifest, found = written
         assert manifest.table is not None
-        # From here on a run resumes from this step after a crash, so the places of the step before
-        # may be written.
+        # From now on a run resumes from this step after a crash, so the places of the commit before
+        # may be overwritten.
         self._written, self._committed = self._store.writes, self._captured
         self._table.committed(manifest.table, found)
         self._drives.committed(manifest.step)
         self._older.committed(generation, manifest.table.name, lacks.count(False))
-        # Only after every rank has its manifest: until then only the older generation is whole.
+        # Every rank has its manifest now; before, only the older generation was whole.
         self._remove_older()
         # A manifest names these places now: the next step writes each chunk to its other place.
         self._store.commit_named_places()
         try:
             self.files.committed()
         except AioError as error:
-            # The states are safe, and the next commit tries again.
+            # The states are committed, and the next commit tries again.
             log.warning(
                 "%s: the journal of the initialization could not be removed: %s",
                 self.files.home,
@@ -540,10 +541,10 @@ class DurableRun:
             )
 
     def _next_generation(self) -> int:
-        """Return a generation number that no file has and no attempt had: ranks that died may have
-        left parts of a commit. Collective.
+        """Return a generation number that no file has, also no part of an interrupted commit.
+        Collective.
         """
-        # Only the first time: afterwards each rank counts, and all counts are equal.
+        # The ranks agree once; afterwards each rank counts, and all counts are equal.
         if not self._generation:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
@@ -555,10 +556,10 @@ class DurableRun:
         return self._generation
 
     def _write(self, generation: int) -> tuple[Head, Described]:
-        # First, since the files below are written by their paths.
+        # Checked first, since the files below are written by their paths.
         self.files.check_place()
-        # After a failed write, chunks may be in memory only. Write them to the drives now; if that
-        # fails, the commit fails with its error.
+        # After a failed write, chunks may be in memory only. Write them to the drives now; the
+        # commit fails if that fails.
         if self._executor.stats().kept_chunks:
             self._executor.recover().wait()
             self._store.settle_moves()
@@ -597,10 +598,10 @@ class DurableRun:
             table=table,
             numbers=found.files,
         )
-        # Before the first rename: if the commit is interrupted after the rename, a manifest names
-        # these files, and the end of the process must not remove them.
+        # Before the first rename: a manifest then names these files, and the end of the process
+        # must not remove them, even if the commit is interrupted.
         self.files.keep()
-        # The home last: the generation counts only when the home has its manifest.
+        # The home last, since the home's manifest commits the generation.
         for place in self.files.places:
             head = manifest if place == self.files.home else for_copy(manifest)
             _put_manifest(place, head, found.marks)
@@ -608,18 +609,19 @@ class DurableRun:
 
     def _attach(self, name: str, *parts: bytes | memoryview) -> FileEntry:
         """Write a small file to the home and to every copy. Returns the entry for the manifest."""
-        # All entries are equal; the last is the home's.
+        # All entries are equal; the last one is the home's.
         return [write_attachment(place, name, *parts) for place in self.files.places][-1]
 
     def _remove_older(self) -> None:
         """Remove this rank's part of generations that are not retained. The first time, rank 0 also
         removes states files that no manifest names, such as the earlier run's.
         """
-        # Each rank removes only its own files, so no rank removes a file that another still writes.
+        # Each rank removes only files of this rank, so that it removes no file that another rank
+        # still writes.
         rank, first = self.files.rank, not self._cleaned
-        # Rank 0 also removes the files of ranks that only an earlier, larger run had. It leaves the
-        # files of present ranks to these: their manifests may still name such a file, for example
-        # the table of an earlier commit.
+        # Rank 0 also removes the files of ranks that only an earlier, larger run had. It keeps the
+        # files of present ranks, whose manifests may still name them, for example the table of an
+        # earlier commit.
         everything = rank == 0 and first
         world, kept = self._comm.world, self._older.generations
         newest = max(kept)
@@ -640,14 +642,14 @@ class DurableRun:
         if self._policy.older_commits:
             for place in self.files.places:
                 try:
-                    # Make the removal durable: a manifest that a crash brings back would name
-                    # places that were written since.
+                    # Make the removal durable: if a crash brought a manifest back, it would name
+                    # places that were overwritten since.
                     sync_directory(place)
                 except AioError as error:
                     log.warning("%s: %s", place, error)
         if everything:
             try:
-                # All ranks' manifests: a file that any of them names stays.
+                # Read all ranks' manifests, since a file that any manifest names stays.
                 heads = read_heads(self.files.home, newest)
                 self.files.remove_strangers(entry.name for head in heads for entry in head.files)
             except (OSError, AioError) as error:
