@@ -367,7 +367,7 @@ def test_a_rank_computes_on_the_gpu_of_its_number_or_where_all_are_told_to(
     assert place_of(None, TORCHRUN).device == "cuda:1"
     assert place_of("cuda", TORCHRUN).device == "cuda:1"
     assert place_of(None, {}).device == "cuda"
-    with pytest.raises(ValueError, match="local rank 2 has no GPU: there are 2"):
+    with pytest.raises(ValueError, match="local rank 2 has no GPU: the node has 2"):
         place_of(None, {**TORCHRUN, "LOCAL_RANK": "2"})
 
 
@@ -378,7 +378,7 @@ def test_a_rank_computes_on_the_gpu_of_its_number_or_where_all_are_told_to(
         (
             "cpu",
             {"MASTER_PORT": None, "RANK": None},
-            "RANK, MASTER_PORT not: start several ranks with torchrun --nproc-per-node 4",
+            "RANK, MASTER_PORT: start several ranks with torchrun --nproc-per-node 4",
         ),
         ("cpu", {"RANK": "first"}, "RANK='first' in the environment is not a number"),
     ],
