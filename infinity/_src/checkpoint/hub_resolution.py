@@ -88,10 +88,10 @@ def read_object(file: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(file.read_text("utf-8"))
         if not isinstance(found, dict):
-            raise TypeError(f"a {type(found).__name__} instead of an object")
+            raise TypeError(f"it is a {type(found).__name__}, not an object")
     except (ValueError, TypeError, RecursionError) as error:
         raise WeightsError(
-            f"{file} cannot be read ({error}); the file may name the weights and their "
+            f"{file}: it cannot be read ({error}), and may name the weights and their "
             "quantization: copy or download it again",
             path=str(file),
         ) from error

@@ -147,14 +147,14 @@ def check_tiles(options: argparse.Namespace) -> None:
     if options.optimizer == "muon" and options.tile_linears is not None:
         raise ValueError(
             f"--optimizer muon needs whole matrices, and --tile-linears {options.tile_linears} "
-            "cuts them; leave one of the two out"
+            "cuts them; leave one out"
         )
     for name in ("tile_linears", "tile_experts"):
         count = getattr(options, name)
         if options.lora is not None and count is not None:
             raise ValueError(
                 f"--lora {options.lora} puts adapters on whole layers, and --"
-                f"{name.replace('_', '-')} {count} cuts them; leave one of the two out"
+                f"{name.replace('_', '-')} {count} cuts them; leave one out"
             )
 
 

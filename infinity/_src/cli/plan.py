@@ -438,7 +438,7 @@ def _check_passes(options: argparse.Namespace, policy: inf.Policy, machine: Mach
         )
     if policy.activations == "cpu" and not machine.gpus:
         raise ValueError(
-            "--activations cpu with --gpus 0: the activations are always in CPU memory; use "
+            "--activations cpu with --gpus 0: activations are in CPU memory already; use "
             "'nvme', or 'device' (they stay)"
         )
     if policy.update_on == "device" and not machine.gpus:

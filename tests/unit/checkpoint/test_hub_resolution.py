@@ -395,7 +395,7 @@ REFUSED = [
     (tied_with_two_values, r"with different values.*build it with tie_word_embeddings=False"),
     (whole_numbers, r"lm_head\.weight as torch\.int8; the model wants torch"),
     (another_shape, r"lm_head\.weight of shape \(49, 32\); the model wants \(48, 32\)"),
-    (config_that_is_a_list, r"config\.json cannot be read \(a list instead of an object\)"),
+    (config_that_is_a_list, r"config\.json: it cannot be read \(it is a list, not an object\)"),
 ]  # fmt: skip
 
 

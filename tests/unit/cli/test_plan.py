@@ -478,7 +478,7 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--resident", "params=64MiB", "--ram", "32MiB"], "more than the machine has RAM"),
         (["--tile-linears", "5000"], "--tile-linears 5000 is more than the 4096 outputs"),
         (["--tile-loss", "5000"], "--tile-loss 5000 is more than the 4096 words"),
-        (["--flops", "2000"], "--flops 2000 is more than the 989 TFLOP/s"),
+        (["--flops", "2000"], "--flops 2000 is more than the GPU's peak of 989 TFLOP/s"),
         (
             ["--seq", "2048", "--tokens-per-step", "100"],
             "--seq 2048 is more than --tokens-per-step 100: give shorter sequences, or",
@@ -543,7 +543,7 @@ def test_code_that_comes_with_a_model_is_not_run(small: Path, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, shown = plan(tmp_path, *MACHINE)
     assert status == 2
-    assert "model_type 'hostile' comes with the model, which is never run" in shown
+    assert "model_type 'hostile' comes with the model, and infinity does not run" in shown
     assert '"architectures": ["DeepseekV3ForCausalLM"]' in shown
     assert not (tmp_path / "ran").exists()
 
@@ -551,7 +551,7 @@ def test_code_that_comes_with_a_model_is_not_run(small: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{ no JSON", "cannot be read (Expecting property name"),
+        ("{ no JSON", "it cannot be read (Expecting property name"),
         ("{}", "model_type"),
         ("[1, 2]", "it is a list, not an object"),
         ('{"model_type": "zork"}', "zork"),
@@ -898,7 +898,7 @@ def test_a_deepspeed_configuration_is_shown_and_planned(small: Path, ds_config: 
     )
     assert status == 0, shown
     for wanted in (
-        "ds.json, as the engine takes it",
+        "ds.json, as the engine reads it",
         "zero=3",
         "params='nvme'",
         "resident={'params': 2000}",

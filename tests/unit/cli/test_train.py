@@ -226,7 +226,7 @@ def test_a_model_that_cannot_run_in_slices_is_told_the_other_order(
     monkeypatch.setattr(hf_model, "_on_meta", own_loss)
     status, shown = train(model_directory, *arguments)
     assert status == 2
-    assert "OwnLoss computes its loss of the logits of all rows at once" in shown
+    assert "OwnLoss computes its loss from the logits of all rows at once" in shown
     assert "With --schedule horizontal" in shown
     assert "loading" not in shown
 
@@ -592,7 +592,7 @@ def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ([], "config.json cannot be read (a list instead of an object)"),
+        ([], "config.json: it cannot be read (it is a list, not an object)"),
         ({"hidden_size": 8}, "config.json has no model_type"),
         ({"vocab_size": 7}, "the model's embedding has 7 rows; this text has token"),
     ],
