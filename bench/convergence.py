@@ -35,6 +35,8 @@ from infinity._src.cli import corpus, hf_model
 FORMATS = ("exact", "bf16", "compact")
 MUON = tuple(f"muon {state}" for state in FORMATS)
 """Training by Muon, with the rates of AdamW, in these formats."""
+TORCH = ("torch adamw", "torch muon")
+"""Plain loops: torch's optimizers on fp32 masters in RAM, the model in bf16."""
 QUERY = "SELECT Passage1, Passage2 FROM Bible"
 
 
@@ -108,8 +110,10 @@ def smollm2() -> Path:
 
 
 def make_model(setting: Setting, state: str, seed: int) -> Any:
-    """The model in bf16, offloaded with everything in RAM (placement never changes the numbers)."""
-    policy = inf.Policy(params="cpu", optim="cpu", state=state, seed=seed)
+    """The model in bf16, offloaded with everything in RAM (placement never changes the numbers);
+    of the model "small" also without the engine."""
+    held = "exact" if state in TORCH else state
+    policy = inf.Policy(params="cpu", optim="cpu", state=held, seed=seed)
     if setting.name == "smollm2":
         source = hf_model.find_pretrained(smollm2())
         model = hf_model.model_on_meta(source, torch.bfloat16)
@@ -126,7 +130,50 @@ def make_model(setting: Setting, state: str, seed: int) -> Any:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    return inf.offload(LlamaForCausalLM(config).bfloat16(), policy)
+    model = LlamaForCausalLM(config).bfloat16()
+    return model if state in TORCH else inf.offload(model, policy)
+
+
+class Masters:
+    """torch's optimizers on fp32 masters of a bf16 model: Muon for hidden matrices if `muon`, AdamW
+    for the rest. An optimizer of the shape that `run` uses."""
+
+    def __init__(self, model: torch.nn.Module, *, muon: bool, **rates: Any) -> None:
+        self._params = list(model.parameters())
+        self.masters = [torch.nn.Parameter(param.detach().float()) for param in self._params]
+        chosen = [
+            muon and param.dim() == 2 and "embed" not in name and "lm_head" not in name
+            for name, param in model.named_parameters()
+        ]
+        matrices = [master for master, is_one in zip(self.masters, chosen, strict=True) if is_one]
+        others = [master for master, is_one in zip(self.masters, chosen, strict=True) if not is_one]
+        betas = (0.9, 0.95) if muon else (0.9, 0.999)
+        self._inner: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(others, betas=betas, **rates)
+        ]
+        if matrices:
+            self._inner.append(
+                torch.optim.Muon(matrices, **rates, adjust_lr_fn="match_rms_adamw")
+            )
+        self.param_groups = [group for inner in self._inner for group in inner.param_groups]
+
+    def take_gradients(self) -> list[torch.nn.Parameter]:
+        """Give the masters the gradients of the model, and return them."""
+        for param, master in zip(self._params, self.masters, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        return self.masters
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for inner in self._inner:
+            inner.step()
+        for param, master in zip(self._params, self.masters, strict=True):
+            param.copy_(master)
+
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
 
 
 @torch.no_grad()
@@ -143,11 +190,13 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
     batches, held_out = windows(setting, seed)
     model = make_model(setting, state.removeprefix("muon "), seed)
     rates: dict[str, Any] = {"lr": setting.lr, "weight_decay": setting.weight_decay}
-    optimizer: torch.optim.Optimizer = (
-        inf.Muon(model.parameters(), **rates, adjust_lr_fn="match_rms_adamw")
-        if state in MUON
-        else inf.AdamW(model.parameters(), **rates)
-    )
+    optimizer: Any
+    if state in TORCH:
+        optimizer = Masters(model, muon=state == "torch muon", **rates)
+    elif state in MUON:
+        optimizer = inf.Muon(model.parameters(), **rates, adjust_lr_fn="match_rms_adamw")
+    else:
+        optimizer = inf.AdamW(model.parameters(), **rates)
     before = held_out_loss(model, held_out)
     losses, curve = [], [(0, before)]
     every = max(setting.steps // 10, 50)
@@ -160,7 +209,8 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
         tokens = next(batches)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
+        clipped = optimizer.take_gradients() if state in TORCH else model.parameters()
+        torch.nn.utils.clip_grad_norm_(clipped, setting.clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -171,8 +221,10 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
                 f"{setting.name} {state} seed {seed}: step {step + 1}/{setting.steps}, loss "
                 f"{mean:.4f}, held out {curve[-1][1]:.4f}, {time.perf_counter() - began:.0f} s"
             )
-    stats = inf.handle(model).stats()
-    inf.handle(model).close()
+    resident_bytes = sum(16 * param.numel() for param in model.parameters())
+    if state not in TORCH:
+        resident_bytes = inf.handle(model).stats().resident_bytes
+        inf.handle(model).close()
     return {
         "setting": dataclasses.asdict(setting),
         "state": state,
@@ -181,7 +233,7 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
         "losses": losses,
         "final": curve[-1][1],
         "s_per_step": (time.perf_counter() - began) / setting.steps,
-        "resident_bytes": stats.resident_bytes,
+        "resident_bytes": resident_bytes,
     }
 
 
@@ -202,23 +254,26 @@ def show(
     seeds: Sequence[int],
 ) -> None:
     """Print final held-out losses, and two checks: whether each format's mean is within the range
-    of exact over seeds, and whether each seed's difference from exact is below that range's width.
+    of its base over seeds, and whether each seed's difference from the base is below that range's
+    width. The base of Muon is torch's, where it ran, else "exact".
     """
     rows = []
-    exact = [runs["exact", seed]["final"] for seed in seeds if ("exact", seed) in runs]
     for state in formats:
+        muon = state in MUON and any(("torch muon", seed) in runs for seed in seeds)
+        base = "torch muon" if muon or state == "torch muon" else "exact"
+        bases = [runs[base, seed]["final"] for seed in seeds if (base, seed) in runs]
         finals = [runs[state, seed]["final"] for seed in seeds]
         pairs = [
-            runs[state, seed]["final"] - runs["exact", seed]["final"]
+            runs[state, seed]["final"] - runs[base, seed]["final"]
             for seed in seeds
-            if ("exact", seed) in runs
+            if (base, seed) in runs
         ]
         spread = f"{statistics.stdev(finals):.4f}" if len(finals) > 1 else ""
         difference = f"{statistics.fmean(pairs):+.4f}" if pairs else ""
         within = (
             bool(pairs)
-            and min(exact) <= statistics.fmean(finals) <= max(exact)
-            and max(map(abs, pairs)) <= max(exact) - min(exact)
+            and min(bases) <= statistics.fmean(finals) <= max(bases)
+            and max(map(abs, pairs)) <= max(bases) - min(bases)
         )
         rows.append(
             [
@@ -226,6 +281,7 @@ def show(
                 f"{statistics.fmean(finals):.4f}",
                 spread,
                 f"{min(finals):.4f}–{max(finals):.4f}",
+                base,
                 difference,
                 "yes" if within else "no",
                 " ".join(f"{value:.4f}" for value in finals),
@@ -237,7 +293,7 @@ def show(
     )
     harness.print_table(
         title,
-        ["state", "mean", "std", "range", "minus exact, same seed", "within exact's range", "each"],
+        ["state", "mean", "std", "range", "base", "minus base, same seed", "within range", "each"],
         rows,
     )
 
@@ -256,6 +312,7 @@ def plot(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], path: Pa
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     names = ("black", "tab:blue", "tab:orange", "tab:green", "tab:olive", "tab:red")
     colours = dict(zip((*FORMATS, *MUON), names, strict=True))
+    colours |= {"torch adamw": "gray", "torch muon": "tab:purple"}
     seen = set()
     for (state, _), record in sorted(runs.items()):
         steps, values = zip(*record["held_out"], strict=True)
@@ -281,7 +338,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
-    parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *MUON), default=FORMATS)
+    parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *MUON, *TORCH), default=FORMATS)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2, 3, 4))
     parser.add_argument("--steps", type=int, help="replaces the setting's number of steps")
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "convergence.jsonl")
@@ -308,7 +365,8 @@ def main() -> int:
                     }
                     harness.append_line(args.results, {**about, **runs[state, seed]})
         show(setting, runs, args.formats, args.seeds)
-        plot(setting, runs, args.results.with_name(f"{args.results.stem}_{name}.png"))
+        steps = "" if args.steps is None else f"_{args.steps}"
+        plot(setting, runs, args.results.with_name(f"{args.results.stem}_{name}{steps}.png"))
     return 0
 
 
