@@ -66,7 +66,7 @@ from infinity._src.optim.whole_matrices import (
 )
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Format, Ticket
-from infinity.errors import AioError, MemoryLimitError, StateInvalid
+from infinity.errors import AioError, MemoryLimitError, StateInvalid, StepUndone
 
 CPU = torch.device("cpu")
 
@@ -353,6 +353,9 @@ class Matrixwise(Optimizer):
                     engine.gradients.flush_spilled(param.unit)
         except (AioError, StateInvalid) as error:
             fault = error
+        except StepUndone:
+            # A submission met the fault of an earlier update, and the states are restored.
+            raise
         except BaseException as error:
             pipeline.set_fault(half_done(error))
             raise
