@@ -45,7 +45,7 @@ def trained(rank: int, place: Path) -> list[Any]:
         # 17 rows, so that ranks have parts of rows; and stacks of experts.
         factory: Any = models.qwen3_moe
         if spills:
-            factory = functools.partial(models.llama, layers=12)
+            factory = functools.partial(models.llama, layers=4)
             whole = inf.offload(models.make(factory), dataclasses.replace(policy, ram="min"))
             _, stats = inf.Muon(whole.parameters()), inf.handle(whole).stats()
             ram = stats.ram_min_bytes - stats.grad_bytes // 2
