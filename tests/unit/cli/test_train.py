@@ -446,8 +446,8 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--params", "nvme"], "nvme"),
         (["--update", "backward"], "give --clip 0"),
         (
-            ["--optimizer", "muon", "--update", "backward", "--generations", "2", "--no-save"],
-            "--optimizer muon does not work with update='backward' and generations=2: use",
+            ["--optimizer", "muon", "--update-on", "device", "--no-save"],
+            "--optimizer muon has no kernels for update_on='device': use update_on='cpu'",
         ),
         (["--optimizer", "muon", "--tile-linears", "2"], "cuts them; leave one out"),
         (["--delayed-warmup", "3"], "--update delayed only"),
