@@ -747,7 +747,8 @@ def test_schedules_have_the_documented_forecast(model: str, schedule: str, tmp_p
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| {model} \| {schedule} \| (.*) \|$", page, flags=re.MULTILINE)
     (command,) = re.findall(
-        r"^infinity plan MODEL (--gpu h100 .*?)\n# the vertical schedule: the same, and\n(.*?)```",
+        r"^infinity plan MODEL (--gpu h100 --ram .*?)\n"
+        r"# the vertical schedule: the same, and\n(.*?)```",
         page, flags=re.MULTILINE | re.DOTALL,
     )  # fmt: skip
     machine, config = LARGE[model]
