@@ -538,6 +538,35 @@ def test_saved_and_restored_it_goes_on_with_the_same_bits(tmp_path: Path) -> Non
     inf.handle(model).close()
 
 
+@pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
+@pytest.mark.parametrize("values", [{"params": "cpu", "optim": "cpu"}, {**MIN, "generations": 2}])
+def test_matrices_keep_their_states_while_vectors_join_their_unit_and_leave(
+    state: Any, values: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(32, 32) for _ in range(2)]).bfloat16()
+    inf.offload(model, policy(tmp_path, units=[""], state=state, **values))
+    model.requires_grad_(False)
+    model[1].weight.requires_grad_(True)
+    optimizer = inf.Muon([layer.weight for layer in model], lr=0.02)
+    rows = torch.randn(4, 32).bfloat16()
+    for _ in range(2):
+        model(rows).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    name = "1.weight"
+    before = harness.states_of(model)[name]
+    model[1].bias.requires_grad_(True)
+    vectors = inf.AdamW([model[1].bias])
+    assert_same(harness.states_of(model)[name], before)
+    del vectors
+    model[1].bias.requires_grad_(False)
+    model[0].weight.requires_grad_(True)
+    model(rows)
+    assert_same(harness.states_of(model)[name], before)
+    inf.handle(model).close()
+
+
 def durable(place: Path) -> tuple[nn.Module, inf.Muon]:
     model = inf.offload(models.make(models.Small), policy(place, **MIN, durable=True))
     return model, inf.Muon(model.parameters(), lr=0.02)

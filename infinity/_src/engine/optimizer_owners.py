@@ -260,6 +260,9 @@ class OptimizerRegistry:
                 numels[count] = numels.get(count, 0) + param.numel
                 if not holder.shares_format:
                     kept[count] = param
+                if param not in wanted:
+                    # Fewer moments than now (another optimizer was dropped) would lose its states.
+                    found.setdefault(formats[flat].count, param)
             most = max(found)
             if kept and set(kept) != {most}:
                 kept[most] = found[most]

@@ -24,9 +24,10 @@ import torch
 from infinity._src.base.dtypes import as_integers
 from infinity._src.cabi.records import (
     PIECE_NUMEL,
+    QUANT_GROUP,
     SECTION_MAX,
-    GradSection,
     Master,
+    Moments,
     NumelT,
     piece_count,
 )
@@ -55,14 +56,15 @@ takes nearly as long for one flat as for several.
 
 
 def sections_in_common(before: Format, now: Format) -> int:
-    """Return the number of sections that keep their contents when a flat's format changes: only the
-    parameter's, or all states'.
+    """Return the number of sections that keep contents and number when a flat's format changes:
+    only the parameter's, all states', or all but the scales of a format that gets more moments.
     """
-    # Section 0 is the parameter in every format; another encoding shares nothing else.
-    none = GradSection.NONE
-    if before.master is Master.RAW or before.with_grad(none) != now.with_grad(none):
+    # Section 0 is the parameter in every format; another encoding shares nothing else. Nor do fewer
+    # moments: signs of the second one belong to the masters.
+    alike = (before.master, before.moments) == (now.master, now.moments)
+    if before.master is Master.RAW or not alike or now.count < before.count:
         return 1
-    return min(before.written_count, now.written_count)
+    return now.written_count if now.count == before.count else before.master_count + before.count
 
 
 def sections_carried(before: Format, now: Format) -> dict[int, int]:
@@ -258,11 +260,19 @@ def _makes_master(before: ShardRecords, now: ShardRecords) -> bool:
     return now.format.master is Master.FP16 and 1 not in sections_carried(before.format, now.format)
 
 
+def _widens_scales(before: ShardRecords, now: ShardRecords) -> bool:
+    """Return whether the moments of `before` keep their scales, beside those of more moments."""
+    common = sections_in_common(before.format, now.format)
+    return now.format.moments is Moments.Q8 and 1 < common < now.format.written_count
+
+
 def _mark_zeros(before: ShardRecords, now: ShardRecords) -> None:
     """Mark sections on NVMe that begin as zeros, so that zeros are not written."""
     carried = {*sections_carried(before.format, now.format)}
     if _makes_master(before, now):
         carried.add(1)
+    if _widens_scales(before, now):
+        carried.add(now.format.written_count - 1)
     for section in set(range(len(now.sections))) - carried:
         on_drive = now.records["section_at"][:, section] >= 0
         now.records["zeros"][on_drive] |= np.uint16(1 << section)
@@ -371,7 +381,7 @@ class StateStore:
         self, flats: Sequence[Flat], formats: Sequence[Format], masks: Sequence[Sequence[int]]
     ) -> None:
         """Change formats and places. Parameters and spilled gradients keep their values. So do all
-        sections if the format stays; sections of a new format start as zeros. Blocks.
+        states if the format stays or gets more moments; other sections start as zeros. Blocks.
 
         Raises: SwapFullError before any change; AioError if a move fails: then each flat is either
         unchanged or converted. In any case unused memory is returned to the system flat by flat.
@@ -1031,6 +1041,14 @@ class StateStore:
             self._move(now, JobKind.FETCH, 0, param.data_ptr(), Priority.DEMAND).wait()
             master = param.float()
             self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
+        if _widens_scales(before, now):
+            groups = -(-flat.layout.shard_numel // QUANT_GROUP)
+            old, new = (np.zeros((groups, of.format.count), np.int16) for of in (before, now))
+            last = before.format.written_count - 1
+            self._move(before, JobKind.FETCH, last, old.ctypes.data, Priority.DEMAND).wait()
+            new[:, : before.format.count] = old
+            last = now.format.written_count - 1
+            self._move(now, JobKind.STORE, last, new.ctypes.data, Priority.DEMAND).wait()
 
     def _drop(self, shard: ShardRecords, *, stays: ShardRecords) -> None:
         # Drop the chunks first: then the executor does not use places that another chunk gets.
