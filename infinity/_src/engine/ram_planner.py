@@ -27,8 +27,8 @@ from infinity._src.hooks.activation_store import CHUNK_BYTES
 from infinity._src.memory.flat_layout import state_format
 from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
 from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan, StepLoad, plan_placement
-from infinity._src.params.accumulator import NORM_PIECE_NUMEL
 from infinity._src.params.buffers import GradBuffers
+from infinity._src.params.grad_norms import NORM_PIECE_NUMEL
 from infinity._src.params.param_copies import DelayedParams
 from infinity._src.params.unit import Flat
 from infinity.aio import Format

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import math
-import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
@@ -32,10 +30,17 @@ from infinity._src.base.torch_compat import NO_TORCH_FUNCTION
 from infinity._src.kernels.bf16_norm import bf16_norm
 from infinity._src.memory.device import GradOffload
 from infinity._src.params.cleanup import cancel_and_wait
+from infinity._src.params.grad_norms import (
+    NORM_PIECE_NUMEL,
+    norm_of_norms,
+    norm_of_squares,
+    norm_over_ranks,
+    norm_there,
+    to_fp32,
+)
 from infinity.aio import Ticket
 from infinity.errors import AioError
 
-NORM_PIECE_NUMEL = 1 << 24  # 64 MiB of fp32 scratch per model, however large its embedding is
 LogEntry = tuple[str, float]
 
 
@@ -63,24 +68,6 @@ def is_exact(entry: LogEntry) -> bool:
     return kind in ("mul", "div") and number == 1.0
 
 
-def norm_there(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient's norm as a scalar on the gradient's device, in pieces as
-    `GradAccumulator` computes it. Launches kernels and does not wait for them."""
-    if gradient.numel() <= NORM_PIECE_NUMEL:
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient.float())
-        return norm
-    pieces = gradient.reshape(-1).split(NORM_PIECE_NUMEL)
-    whole: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(piece.float()) for piece in pieces])
-    )
-    return whole
-
-
-def to_fp32(value: float) -> float:
-    """Round a number to fp32."""
-    return float(torch.tensor(value, dtype=torch.float32))
-
-
 def raise_unsupported(name: str, operation: str) -> NoReturn:
     """Raise the error of an operation that a proxy cannot answer, with the way that works."""
     if "clamp" in operation or "clip" in operation or "imum" in operation:
@@ -104,16 +91,6 @@ def raise_unsupported(name: str, operation: str) -> NoReturn:
             "returns its values on the CPU, and a tensor assigned to p.grad takes their place"
         )
     raise RuntimeError(f"{name}.grad rests in CPU memory and does not support {operation}: {way}")
-
-
-def norm_of_norms(norms: Sequence[float], order: float, dtype: torch.dtype) -> float:
-    """Compute the norm of a tensor from those of its parts. dtype: that of the sum."""
-    if len(norms) == 1:
-        return norms[0]
-    # The norm of order 0 counts nonzero elements.
-    if order == 0:
-        return float(sum(norms))
-    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype), order))
 
 
 LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
@@ -749,7 +726,7 @@ class GradRegistry:
         if order != 2.0:
             rows = self._gather([accumulator.part_norm(order) for accumulator in accumulators])
             return [
-                to_fp32(norm_of_norms(parts, order, torch.float64))
+                norm_over_ranks(parts, order)
                 for parts in zip(*rows, strict=True)
             ]
         if any(accumulator._norm is None for accumulator in accumulators):
@@ -762,9 +739,7 @@ class GradRegistry:
             for accumulator, squares in zip(
                 self.accumulators, zip(*rows, strict=True), strict=True
             ):
-                # `sum` compensates rounding errors from Python 3.12 on; `reduce` never does.
-                total = functools.reduce(operator.add, squares)
-                accumulator._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
+                accumulator._norm = norm_of_squares(squares)
         return [accumulator._norm for accumulator in accumulators if accumulator._norm is not None]
 
     def finite(self, accumulators: Sequence[GradAccumulator]) -> bool:

@@ -93,7 +93,7 @@ from infinity._src.memory.ram_budget import (
 from infinity._src.memory.roofline import AtRest, Moves
 from infinity._src.optim.grad_windows import windows_bytes
 from infinity._src.optim.whole_matrices import scratch_bytes
-from infinity._src.params.accumulator import NORM_PIECE_NUMEL
+from infinity._src.params.grad_norms import NORM_PIECE_NUMEL
 from infinity._src.plan.machine import Machine
 from infinity._src.plan.matrices import chunk_shares, matrix_work, moves_of
 from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape, UnitShape, shape_in

@@ -19,8 +19,8 @@ from infinity._src.params.accumulator import (
     GradAccumulator,
     GradProxy,
     GradRegistry,
-    to_fp32,
 )
+from infinity._src.params.grad_norms import to_fp32
 
 SHAPES = ((5, 7), (130,), (64, 96), (3, 5, 7), (1,))
 
