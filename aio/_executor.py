@@ -47,8 +47,10 @@ Guarantees, the same for both backends:
   until its sections are STOREd again.
 - Versions. A *versioned* chunk has two places. After `commit`, the next STORE or UPDATE reads the
   live place and writes the whole chunk to the second place, which becomes the live one; later jobs
-  read and write it in place. `rollback` makes the committed place live again. The committed place
-  is never written, so any later failure can be undone. Spilled gradients have one place.
+  read and write it in place. An UPDATE with MASK_FIRST writes its own sections alone: until the
+  next UPDATE without it, the others are read from the committed place. `rollback` makes the
+  committed place live again. The committed place is never written, so any later failure can be
+  undone. Spilled gradients have one place.
 - Devices. With MASK_DEVICE a copy waits for all kernels that were on the compute stream when the
   job was submitted or its gate opened. `filled` means that the copy has ended on the device;
   kernels launched afterwards see its data.
@@ -490,7 +492,8 @@ class Executor:
         place. Never blocks.
 
         Other chunks are ignored. Raises ValueError, and commits nothing, if a job that writes
-        states of a chunk is pending, or a chunk is not defined.
+        states of a chunk is pending, a chunk is not defined, or no UPDATE has followed one with
+        MASK_FIRST.
         """
         self._versions("commit", ids)
 

@@ -366,6 +366,8 @@ def versions_refused(what: str, *, irrevocable: bool) -> str:
             "cannot exchange: a chunk is not committed, or has no second place on a drive alone "
             "with the states before its last update"
         )
+    if irrevocable and what == "commit":
+        return "cannot commit: a chunk has the first of two updates, and not the second"
     if irrevocable:
         return "cannot rollback: a resident section without another version was changed"
     more = ", or has no second place, or the file is not known" if what == "relocate" else ""

@@ -65,8 +65,9 @@ enum { INF_OK = -1, INF_BAD_PLAN = -2 };
  * run, -1 when the section is resident.
  *
  * A versioned chunk has a second place, which is written while the first one is committed (see
- * inf_executor_commit). Spilled gradients are not versioned: they have one place, at `grad_offset`,
- * and one bit in `zeros`. */
+ * inf_executor_commit). Between two updates of a step a version is in both places: see `older`.
+ * Spilled gradients are not versioned: they have one place, at `grad_offset`, and one bit in
+ * `zeros`. */
 typedef struct {
     uint64_t key;              /* unique; seeds the checksums together with generation */
     uint64_t generation;
@@ -85,10 +86,13 @@ typedef struct {
     int32_t other_file;  /* the second run's file */
     int32_t grad_file;   /* of a versioned chunk's section of gradients, always on `drive` */
     int32_t other_drive; /* the second run's; `drive` unless a failed write moved a run */
-    int32_t reserved;    /* always 0; aligns the next fields to 8 bytes */
     /* bit s = section s was never written to the drive: a read of it returns zeros */
     uint16_t zeros;
     uint16_t other_zeros;      /* of the second place */
+    /* bit s = section s is not written yet in this version: it is at the second place, on the same
+     * drive, and has that place's generation */
+    uint16_t older;
+    uint16_t reserved;         /* 0; aligns the next fields to 8 bytes */
     int32_t itemsize[INF_SECTION_MAX];
     int32_t group_numel[INF_SECTION_MAX]; /* elements per item; 0 means 1 */
     int64_t section_at[INF_SECTION_MAX];
@@ -112,6 +116,9 @@ typedef struct {
 } inf_job;
 
 #define INF_LEAVES_SHIFT 8
+/* In an UPDATE's mask: another UPDATE of the chunk follows before the next commit. So this one
+ * leaves sections out of a new version, and the next one that has no such bit completes it. */
+#define INF_MASK_FIRST 0x08000000u
 #define INF_MASK_LEAVES (((1u << INF_SECTION_MAX) - 1u) << INF_LEAVES_SHIFT)
 
 /* The sections that an UPDATE leaves out. */
@@ -197,6 +204,19 @@ static inline int inf_chunk_versioned(const inf_chunk *chunk) {
 
 static inline int inf_section_resident(const inf_chunk *chunk, int32_t section) {
     return chunk->section_at[section] < 0;
+}
+
+/* The sections that are not resident, as a mask. */
+static inline uint32_t inf_sections_on_drive(const inf_chunk *chunk) {
+    uint32_t mask = 0;
+    for (int32_t s = 0; s < chunk->section_count; s++)
+        mask |= (uint32_t)!inf_section_resident(chunk, s) << s;
+    return mask;
+}
+
+/* Whether a section is read from the second place. */
+static inline int inf_section_older(const inf_chunk *chunk, int32_t section) {
+    return chunk->older >> section & 1;
 }
 
 /* ---- formats --------------------------------------------------------------------------------- */
@@ -303,8 +323,8 @@ int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECT
 /* inf_chunk_update in one pass, even if only some of the chunk's sections were read from the drive:
  * `undo` (inf_undo_bytes(chunk) bytes) saves resident sections. After a mismatch resident sections
  * are restored, and sections of in_memory_mask are not. out0 is then unchanged, so it may be the
- * memory from which they were copied. to: the chunk at its other place, all of whose checksums are
- * set instead of `chunk`'s; or `chunk` itself. */
+ * memory from which they were copied. to: the chunk at the place that is written, all of whose
+ * checksums are set, also of sections left out; or `chunk` itself. */
 int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
                               uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                               int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,

@@ -1,6 +1,6 @@
 /* The native executor without Python: threads that store, update, fetch, cancel, gate, read ahead,
- * copy, drop and look, all at once. Half of the memory that they name is on a device, the simulated
- * one. And first, drives that answer at once.
+ * copy, commit, roll back, drop and look, all at once. Half of the memory that they name is on a
+ * device, the simulated one. And first, drives that answer at once.
  *
  * For what an interpreter is in the way of: ThreadSanitizer, other machines under an emulator,
  * other compilers (make tsan, make portable). Each thread owns some chunks and knows what they must
@@ -28,6 +28,7 @@
 #define CHUNKS_EACH 3
 #define DRIVES 2
 #define THREADS_MAX 16
+#define PLACES_BYTES ((int64_t)THREADS_MAX * CHUNKS_EACH * RUN_BYTES) /* of all first places */
 #define WAIT_NS 60000000000
 #define SECONDS_MAX 600 /* a hang is a failure, too */
 
@@ -57,6 +58,8 @@ typedef struct {
     inf_chunk plans[CHUNKS_EACH];
     int32_t ids[CHUNKS_EACH];
     values model[CHUNKS_EACH];
+    values committed[CHUNKS_EACH]; /* without gradients, which have no versions */
+    bool commits[CHUNKS_EACH];     /* whether there is a commit */
     values source;
     values target;
     float grad[NUMEL];
@@ -64,6 +67,7 @@ typedef struct {
     uint16_t out[NUMEL];
     uint16_t given[NUMEL];
     uint32_t sums[CHUNKS_EACH][SECTIONS][NUMEL / PIECE];
+    uint32_t other_sums[CHUNKS_EACH][SECTIONS][NUMEL / PIECE];
     int64_t cancelled;
     int64_t escaped;
 } actor;
@@ -189,6 +193,7 @@ static void prefetch(actor *me) {
     for (int32_t i = 0; i < CHUNKS_EACH; i++) {
         draw_update(me, &masks[i]);
         masks[i] = masks[i] << INF_LEAVES_SHIFT | (next(me) & 1 ? INF_MASK_PARAM_IN_MEMORY : 0);
+        masks[i] |= next(me) & 1 ? INF_MASK_FIRST : 0;
     }
     int32_t accepted = inf_executor_prefetch(me->ex, me->ids, count, masks);
     CHECK(accepted >= 0 && accepted <= count);
@@ -231,7 +236,7 @@ static void update(actor *me, int32_t chunk) {
     uint32_t leaves;
     const inf_hyper *hyper = draw_update(me, &leaves);
     const bool gives = (leaves & 1u) == 0;
-    job.mask = somewhere(me) | leaves << INF_LEAVES_SHIFT;
+    job.mask = somewhere(me) | leaves << INF_LEAVES_SHIFT | (next(me) & 1 ? INF_MASK_FIRST : 0);
     inf_seg seg = {
         .numel = NUMEL, .grad = (uint64_t)(uintptr_t)me->grad, .grad_dtype = INF_GRAD_FP32};
     for (int32_t i = 0; i < NUMEL; i++) me->grad[i] = (float)(int32_t)next(me) * 1e-9f;
@@ -306,7 +311,24 @@ static void copy(actor *me) {
     CHECK(memcmp(&me->target, &me->source, sizeof me->target) == 0);
 }
 
+/* Refused between two updates. */
+static void commit(actor *me, int32_t chunk) {
+    inf_chunk now;
+    CHECK(inf_executor_look(me->ex, &me->ids[chunk], 1, &now) == 0);
+    CHECK(inf_executor_commit(me->ex, &me->ids[chunk], 1) == (now.older == 0 ? 0 : -EPERM));
+    if (now.older != 0 || !inf_chunk_versioned(&now)) return;
+    me->commits[chunk] = true;
+    memcpy(&me->committed[chunk], &me->model[chunk], offsetof(values, g));
+}
+
+static void roll_back(actor *me, int32_t chunk) {
+    CHECK(inf_executor_rollback(me->ex, &me->ids[chunk], 1) == 0);
+    if (me->commits[chunk]) memcpy(&me->model[chunk], &me->committed[chunk], offsetof(values, g));
+}
+
 static void define_again(actor *me, int32_t chunk) {
+    CHECK(inf_executor_look(me->ex, &me->ids[chunk], 1, &me->plans[chunk]) == 0);
+    me->commits[chunk] = false;
     CHECK(inf_executor_drop(me->ex, &me->ids[chunk], 1) == 0);
     CHECK(inf_executor_define(me->ex, &me->plans[chunk], 1, &me->ids[chunk]) == 0);
 }
@@ -316,12 +338,14 @@ static void *act(void *argument) {
     for (int32_t i = 0; i < CHUNKS_EACH; i++) store(me, i, ALL);
     for (int32_t round = 0; round < me->rounds; round++) {
         int32_t chunk = (int32_t)(next(me) % CHUNKS_EACH);
-        switch (next(me) % 11) {
+        switch (next(me) % 13) {
             case 0: store(me, chunk, next(me) & 1 ? ALL : 16); break;
             case 1: define_again(me, chunk); break;
             case 2: case 3: case 4: update(me, chunk); break;
             case 5: case 6: prefetch(me); break;
             case 7: copy(me); break;
+            case 8: commit(me, chunk); break;
+            case 9: roll_back(me, chunk); break;
             default: fetch(me, chunk); break;
         }
     }
@@ -385,6 +409,12 @@ static void plan(actor *me, int32_t chunk) {
         at->section_at[s] = end_at;
         end_at += (int64_t)NUMEL * ITEMSIZES[s];
     }
+    if (chunk == 0) return; /* one place */
+    at->other_drive = at->drive;
+    at->other_offset = at->file_offset + PLACES_BYTES;
+    at->other_bytes = RUN_BYTES;
+    at->grad_offset = at->file_offset + at->section_at[SECTIONS - 1];
+    at->other_sums_ptr = (uint64_t)(uintptr_t)me->other_sums[chunk];
 }
 
 /* Random numbers of all kinds: some are denormal, infinite or NaN, and bytes of codes are any. */
@@ -638,7 +668,7 @@ int main(int argc, char **argv) {
                                                      .error = EAGAIN}}};
         inf_drive_config drives[DRIVES];
         for (int32_t d = 0; d < DRIVES; d++) {
-            int32_t fd = open_file(argv[1], (int64_t)THREADS_MAX * CHUNKS_EACH * RUN_BYTES);
+            int32_t fd = open_file(argv[1], 2 * PLACES_BYTES);
             drives[d] = (inf_drive_config){.fd = fd, .depth = 8, .block_bytes = 16384};
         }
         int32_t error = 0;

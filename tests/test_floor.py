@@ -138,9 +138,8 @@ def moves_of_chunks(handle: Any, flat: Flat) -> list[Moves]:
         kinds = {held[owner] for owner in owners.owner[owners.chunk == chunk]}
         shares = ChunkShares(1 in kinds, 2 in kinds, len(kinds) == 2)
         form = handle.parts.tiers.store[flat].format
-        versioned = handle.policy.generations > 1
         once_more = (float(1 in held), 1.0)  # a gradient that spills
-        found.append([*moves_of(form, shares, versioned=versioned), once_more])
+        found.append([*moves_of(form, shares), once_more])
     return found
 
 

@@ -159,14 +159,17 @@ def test_newton_schulz_is_that_of_torch(rows: int, columns: int, steps: int, see
         assert torch.linalg.matrix_norm(ours.float(), 2) < 1.3
 
 
+@pytest.mark.parametrize("kept", [{}, {"generations": 2}, {"durable": True}])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_step_reads_and_writes_eight_bytes_of_a_matrix(bias: bool, tmp_path: Path) -> None:
+def test_a_step_reads_and_writes_eight_bytes_of_a_matrix(
+    bias: bool, kept: dict[str, Any], tmp_path: Path
+) -> None:
     """In `exact`: the momentum (4), hi and lo; and a backward gathers hi again. So says the plan,
     also of a chunk with a bias, in which all moves, and the momentum twice."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512, bias=bias) for _ in range(4)]).bfloat16()
     shape, nothing = shape_of(model), {"params": 0.0, "optim": 0.0}
-    inf.offload(model, policy(tmp_path, **MIN))
+    inf.offload(model, policy(tmp_path, **MIN, **kept))
     handle = inf.handle(model)
     optimizer = inf.Muon(model.parameters(), lr=0.02)
     moved = []
@@ -182,7 +185,9 @@ def test_a_step_reads_and_writes_eight_bytes_of_a_matrix(bias: bool, tmp_path: P
     numel = 4 * 512 * 512
     assert written == 8 * numel if not bias else written > 8 * numel
     assert written <= read <= written + 4 * numel
-    job = job_of(4, 4, optimizer="muon", resident=nothing)
+    # A durable run keeps nothing resident.
+    resident = {} if "durable" in kept else {"resident": nothing}
+    job = job_of(4, 4, optimizer="muon", **resident, **kept)
     assert predict(shape, describe_machine(gpus=0), job).moved.total.written == written
 
 

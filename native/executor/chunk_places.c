@@ -67,13 +67,22 @@ void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation) {
     chunk->other_updated = updated;
 }
 
+uint32_t inf_run_older_after(const inf_run *run) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    if (!run->moves) return chunk->older & ~inf_run_written(run);
+    uint32_t states = inf_sections_on_drive(chunk) & ~inf_grad_mask(chunk);
+    return inf_job_leaves(&run->job) & states & ~(uint32_t)chunk->zeros;
+}
+
 void inf_chunk_flip(inf_chunk_record *chunk, const inf_run *run) {
+    const uint16_t older = (uint16_t)inf_run_older_after(run);
     inf_chunk_swap_places(chunk, inf_chunk_other(&chunk->plan).generation);
     chunk->exchanged = false;
     chunk->place = INF_PLACE_MOVED;
-    /* A new version is written whole, except gradients and zeros that the run left out. */
+    /* A new version has no zeros but gradients and those that the run left out. */
     chunk->plan.zeros &= (uint16_t)inf_grad_mask(&chunk->plan);
-    chunk->plan.zeros |= (uint16_t)inf_job_leaves(&run->job);
+    chunk->plan.zeros |= (uint16_t)(inf_job_leaves(&run->job) & chunk->plan.other_zeros);
+    chunk->plan.older = older;
 }
 
 void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run) {
@@ -82,8 +91,9 @@ void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run) {
     else if (run->job.kind == INF_JOB_UPDATE && run->moves) chunk->updated = true;
 }
 
-void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written) {
+void inf_chunk_renew(inf_chunk_record *chunk, uint32_t written) {
     chunk->plan.zeros &= (uint16_t)~written;
+    chunk->plan.older &= (uint16_t)~written;
 }
 
 bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file) {

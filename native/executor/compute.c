@@ -48,9 +48,16 @@ static int64_t compute_fetch(const inf_run *run) {
     return INF_OK;
 }
 
+/* The chunk at the place that the run writes. */
+static inf_chunk written_to(const inf_run *run) {
+    inf_chunk to = run->moves ? inf_chunk_other(&run->chunk->plan) : run->chunk->plan;
+    to.older = 0;
+    return to;
+}
+
 static int64_t compute_store(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
-    const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
+    const inf_chunk to = written_to(run);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!(run->reads >> s & 1u)) continue;
         int64_t bad = inf_section_fetch(chunk, s, inf_section_address(run, s), NULL, run->verify);
@@ -97,7 +104,7 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     }
     uint8_t *sections[INF_SECTION_MAX] = {NULL};
     bring(run);
-    const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
+    const inf_chunk to = written_to(run);
     const uint32_t used = inf_run_used(run);
     for (int32_t s = 0; s < chunk->section_count; s++)
         sections[s] = used >> s & 1u ? inf_section_address(run, s) : NULL;
@@ -110,9 +117,10 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     const inf_submission *submission = run->submission;
     uint64_t out = run->job.mask & INF_MASK_DEVICE ? 0 : run->job.ptr[0];
     return inf_chunk_update_undo(
-        chunk, run->moves ? &to : chunk, sections, submission->segs + run->job.seg_first,
-        run->job.seg_count, submission->hypers, submission->hyper_count, pointer(out), run->verify,
-        unread, worker->scratch, undo_memory(worker->ex, run));
+        chunk, run->moves || chunk->older != 0 ? &to : chunk, sections,
+        submission->segs + run->job.seg_first, run->job.seg_count, submission->hypers,
+        submission->hyper_count, pointer(out), run->verify, unread, worker->scratch,
+        undo_memory(worker->ex, run));
 }
 
 /* Whether the fault injector skips the run: with null drives only every n-th chunk is computed. */
@@ -126,12 +134,14 @@ static bool passes_by(const struct inf_executor *ex, const inf_run *run) {
  * sections next to them. */
 static int64_t compute_rest(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
+    const inf_chunk to = written_to(run);
     const inf_slot *aside = &run->chunk->failed_write;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         uint8_t *at = inf_section_address(run, s);
         if (run->rest >> s & 1u) {
             int64_t bad = inf_section_fetch(chunk, s, at, NULL, INF_VERIFY_FULL);
             if (bad >= 0) return s * inf_piece_count(chunk) + bad;
+            if (run->moves) inf_section_store(&to, s, at, at);
         } else if (run->aside && (run->slot.written >> s & 1u)) {
             memcpy(at, aside->memory + aside->section_at[s],
                    (size_t)inf_align_up(inf_section_bytes(chunk, s)));

@@ -21,7 +21,8 @@
  *   memory/numa.c
  *   memory/slab.c
  *   executor/executor.c       clocks, threads, queues, spans
- *   executor/meter.c executor/chunk_places.c executor/slot_plan.c executor/submission.c
+ *   executor/meter.c executor/slot_plan.c executor/submission.c
+ *   executor/chunk_places.c
  *   executor/slots.c executor/drive.c executor/compute.c executor/device.c
  *   executor/failed_writes.c
  *   executor/prefetch.c
@@ -568,18 +569,17 @@ inf_chunk inf_chunk_other(const inf_chunk *chunk);
 void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation);
 /* makes the other place, which the run has written, the live one */
 void inf_chunk_flip(inf_chunk_record *chunk, const inf_run *run);
-/* these sections were written, so they are read from now on */
-void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written);
+void inf_chunk_renew(inf_chunk_record *chunk, uint32_t written); /* the live place has these */
+uint32_t inf_run_older_after(const inf_run *run); /* `older` once the run has ended well */
 /* Records whether the run's write came from an UPDATE or a STORE. */
 void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run);
 bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
-/* whether all files of a chunk are known */
-bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);
+bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk); /* all of them */
 
 /* slot_plan.c, all [locked] */
 uint32_t inf_run_used(const inf_run *run);    /* sections that it uses, in its slot or resident */
 uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
-void inf_run_make_whole(inf_run *run); /* makes it write a whole new version */
+void inf_run_make_whole(inf_run *run, bool moves); /* makes it write what a new version lacks */
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
                    uint32_t written, bool moves);
 /* Plans again which ranges of the slot are written, and where to. */

@@ -114,13 +114,6 @@ void inf_run_give_up_rest(struct inf_executor *ex, inf_run *run) {
 
 /* ---- reserved extents ------------------------------------------------------------------------ */
 
-static uint32_t sections_on_drive(const inf_chunk *chunk) {
-    uint32_t mask = 0;
-    for (int32_t s = 0; s < chunk->section_count; s++)
-        mask |= (uint32_t)!inf_section_resident(chunk, s) << s;
-    return mask;
-}
-
 /* Spilled gradients of an unversioned chunk in the slot of its UPDATE: they are part of the failed
  * place, and move with the states. */
 static uint32_t gradients_held(const inf_run *run) {
@@ -134,16 +127,16 @@ static uint32_t gradients_held(const inf_run *run) {
 static place_kind place_written(const inf_run *run, uint32_t written, uint32_t *rest) {
     const inf_chunk *chunk = &run->chunk->plan;
     bool versioned = inf_chunk_versioned(chunk);
-    uint32_t there = sections_on_drive(chunk);
+    uint32_t there = inf_sections_on_drive(chunk);
     uint32_t grad = there & inf_grad_mask(chunk);
     *rest = 0;
     if (versioned && grad != 0 && written == grad) return PLACE_GRADIENTS;
     if (versioned && (written & grad) != 0) return PLACE_NONE; /* two places at once */
-    *rest = there & ~written & ~(versioned ? grad : 0u);
-    /* a run that writes a new version writes all sections, except zeros that it leaves out */
-    if (run->moves) return (*rest & ~inf_job_leaves(&run->job)) == 0 ? PLACE_OTHER : PLACE_NONE;
-    /* except zeros, which are not read, and invalid sections */
-    *rest &= ~((uint32_t)chunk->zeros | run->chunk->invalid);
+    uint32_t others = there & ~written & ~(versioned ? grad : 0u);
+    /* a new version has nothing there but what the run writes */
+    if (run->moves) return (others & ~inf_job_leaves(&run->job)) == 0 ? PLACE_OTHER : PLACE_NONE;
+    /* except zeros, which are not read, invalid sections, and sections that are not there yet */
+    *rest = others & ~((uint32_t)chunk->zeros | run->chunk->invalid | chunk->older);
     return PLACE_LIVE;
 }
 
@@ -153,11 +146,13 @@ static int64_t place_bytes(const inf_chunk *chunk, place_kind place) {
     return inf_chunk_versioned(chunk) ? chunk->other_bytes : chunk->run_bytes;
 }
 
-/* A section of gradients must be on the live place's drive. */
-static bool may_leave_drive(const inf_chunk *chunk, place_kind place) {
+/* A section of gradients must be on the live place's drive, as must sections that stay older. */
+static bool may_leave_drive(const inf_run *run, place_kind place) {
+    const inf_chunk *chunk = &run->chunk->plan;
     bool versioned = inf_chunk_versioned(chunk);
-    bool grad = (sections_on_drive(chunk) & inf_grad_mask(chunk)) != 0;
-    return place != PLACE_GRADIENTS && !(versioned && grad);
+    bool grad = (inf_sections_on_drive(chunk) & inf_grad_mask(chunk)) != 0;
+    return place != PLACE_GRADIENTS && !(versioned && grad) &&
+           (run->moves || inf_run_older_after(run) == 0);
 }
 
 static bool drive_writes(const struct inf_executor *ex, int32_t drive) {
@@ -183,7 +178,7 @@ static int32_t spare_for(const struct inf_executor *ex, const inf_run *run, plac
     if (run->moved >= MOVES_MAX) return -1;
     /* A second failure on one drive is not due to a bad block: try another drive. */
     int32_t index = run->moved > 0 ? -1 : spare_find(ex, drive, true, bytes);
-    if (index >= 0 || !may_leave_drive(chunk, place)) return index;
+    if (index >= 0 || !may_leave_drive(run, place)) return index;
     return spare_find(ex, drive, false, bytes);
 }
 
@@ -231,7 +226,11 @@ bool inf_run_move_failed_write(struct inf_executor *ex, inf_run *run) {
     if (place == PLACE_NONE) return false;
     int32_t index = spare_for(ex, run, place);
     if (index < 0) return false;
+    /* To another drive a new version moves whole. */
+    if (run->moves && ex->spares[index].drive != inf_run_drive(run, INF_OP_WRITE))
+        rest = inf_run_older_after(run) & ~written;
     if (rest != 0) return load_rest(ex, run, written, rest);
+    if (run->moves) run->job.mask &= ~(run->rest << INF_LEAVES_SHIFT);
     take_rest(ex, run);
     const inf_chunk *chunk = &run->chunk->plan;
     inf_spare to = spare_use(ex, index);
@@ -266,7 +265,7 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     chunk->failed_write_mask = run->slot.written;
     if (run->moves) inf_chunk_flip(chunk, run);
     inf_chunk_note_write(chunk, run);
-    inf_chunk_nonzero(chunk, run->slot.written);
+    inf_chunk_renew(chunk, run->slot.written);
     /* A store's values exist, in the slot or in resident sections; an update has no invalid
      * section. */
     if (run->job.kind == INF_JOB_STORE) chunk->invalid &= ~run->job.mask;

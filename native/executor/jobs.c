@@ -19,7 +19,7 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
         chunk->invalid &= ~inf_run_written(run); /* of an UPDATE only the given section */
         if (run->moves) inf_chunk_flip(chunk, run);
         inf_chunk_note_write(chunk, run);
-        inf_chunk_nonzero(chunk, inf_run_written(run));
+        inf_chunk_renew(chunk, inf_run_written(run));
         return;
     }
     if (inf_run_keep_failed_write(ex, run) || run->job.kind == INF_JOB_REWRITE) return;
@@ -207,7 +207,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     run->moves = inf_run_moves(run);
     if (run->moves && run->job.kind == INF_JOB_STORE)
         run->reads = inf_run_written(run) & ~run->job.mask;
-    if (run->moves) inf_run_make_whole(run);
+    inf_run_make_whole(run, run->moves);
     /* Before `zeros` is set: a section whose first write has failed is invalid, not zero. */
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;
@@ -303,7 +303,8 @@ static void checksum_failed(struct inf_executor *ex, inf_run *run, int64_t bad) 
     /* A folded checksum does not identify the bad piece. */
     int64_t covered = run->job.mask & INF_MASK_FOLDED ? chunk->numel : chunk->piece_numel;
     int64_t numel = chunk->numel - first < covered ? chunk->numel - first : covered;
-    int64_t at = chunk->section_at[section] < 0 ? 0 : inf_section_file_at(chunk, section, false);
+    bool older = inf_section_older(chunk, section);
+    int64_t at = chunk->section_at[section] < 0 ? 0 : inf_section_file_at(chunk, section, older);
     ex->stats.checksum_failures++;
     inf_run_fail(run, INF_FAULT_CHECKSUM, INF_OP_READ, 0,
                  at + inf_section_span(chunk, section, first),

@@ -145,8 +145,9 @@ bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t
                        const inf_job *update) {
     const inf_run *head = chunk->fifo_head;
     bool gated = head != NULL && head->job.kind == INF_JOB_UPDATE && head->state == INF_WAITING;
-    /* the update of a versioned chunk writes a whole new version, except zeros */
-    uint32_t kept = inf_chunk_versioned(&chunk->plan) ? chunk->plan.zeros : ~0u;
+    /* the last update of a versioned chunk before a commit writes all of it, except zeros */
+    bool whole = inf_chunk_versioned(&chunk->plan) && !(update->mask & INF_MASK_FIRST);
+    uint32_t kept = whole ? chunk->plan.zeros : ~0u;
     uint32_t used = inf_sections_all(&chunk->plan) & ~(inf_job_leaves(update) & kept);
     uint32_t given = update->mask & INF_MASK_PARAM_IN_MEMORY ? 1u : 0;
     uint32_t have = on_drive(&chunk->plan, used & ~inf_grad_mask(&chunk->plan) & ~given);

@@ -20,13 +20,20 @@ uint32_t inf_run_written(const inf_run *run) {
     return (run->job.mask & all) | (run->moves ? states : 0); /* a new version has all */
 }
 
-/* For a new version: makes the UPDATE read and write all sections, also those that it would leave
- * out, except zeros, which are zeros in the new version, too. */
-void inf_run_make_whole(inf_run *run) {
-    const uint32_t zeros = (uint32_t)run->chunk->plan.zeros << INF_LEAVES_SHIFT;
-    if (inf_job_leaves(&run->job) == 0) return;
-    run->job.mask &= ~(INF_MASK_LEAVES & ~zeros);
-    run->reads |= inf_run_written(run);
+/* Makes the UPDATE read and write the sections that it would leave out and that a new version
+ * lacks: not zeros, which are zeros in the new version, too; and none if another UPDATE follows.
+ * (That one reads both places, so they must be on one drive, and no slot may have the only copy of
+ * a section.) */
+void inf_run_make_whole(inf_run *run, bool moves) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    const uint32_t leaves = inf_job_leaves(&run->job);
+    if (leaves == 0) return;
+    const bool one_drive = chunk->other_bytes == 0 || chunk->other_drive == chunk->drive;
+    if ((run->job.mask & INF_MASK_FIRST) && one_drive && run->chunk->failed_write_mask == 0)
+        return;
+    const uint32_t lacks = leaves & (moves ? ~(uint32_t)chunk->zeros : chunk->older);
+    run->job.mask &= ~(lacks << INF_LEAVES_SHIFT);
+    run->reads |= lacks & ~inf_grad_mask(chunk);
 }
 
 static void range_add(inf_slot *slot, int32_t op, inf_range range) {
@@ -52,6 +59,10 @@ static inf_range range_of(const inf_chunk *chunk, int32_t s, bool other, int64_t
                        .file = file_of(chunk, s, other)};
 }
 
+static inf_range read_range(const inf_chunk *chunk, int32_t s, int64_t slot_at) {
+    return range_of(chunk, s, inf_section_older(chunk, s), slot_at);
+}
+
 /* Places the sections `used` in the slot, in order, and lists the ranges to read and to write;
  * adjacent sections (in file and slot) are one range. */
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
@@ -64,7 +75,7 @@ void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32
         if (s >= chunk->section_count || !(used >> s & 1u) || inf_section_resident(chunk, s))
             continue;
         slot->section_at[s] = slot->bytes;
-        if (reads >> s & 1u) range_add(slot, INF_OP_READ, range_of(chunk, s, false, slot->bytes));
+        if (reads >> s & 1u) range_add(slot, INF_OP_READ, read_range(chunk, s, slot->bytes));
         if (written >> s & 1u)
             range_add(slot, INF_OP_WRITE, range_of(chunk, s, moves, slot->bytes));
         slot->written |= written & 1u << s;
@@ -85,7 +96,7 @@ void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads)
     slot->range_count[INF_OP_READ] = 0;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (reads >> s & 1u)
-            range_add(slot, INF_OP_READ, range_of(chunk, s, false, slot->section_at[s]));
+            range_add(slot, INF_OP_READ, read_range(chunk, s, slot->section_at[s]));
     }
 }
 

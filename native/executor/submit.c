@@ -279,7 +279,7 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
         run->job.mask = mask_of(run->chunk, job);
         run->reads = update_reads(&run->chunk->plan, &run->job, submission->segs);
         /* here, so that a read ahead has all sections */
-        if (inf_run_moves(run)) inf_run_make_whole(run);
+        inf_run_make_whole(run, inf_run_moves(run));
     }
     run->slot.pool = pool_for(ex, slot_bytes(run->chunk, job));
     fifo_insert(run);

@@ -2,7 +2,9 @@
  * restored.
  *
  *   commit      the live place is the committed one; the next UPDATE or STORE writes the other,
- *               whole, and flips
+ *               whole, and flips. The first of two UPDATEs writes its own sections alone: the
+ *               others are still read from the committed place, and the second one writes them,
+ *               too. No commit is possible before
  *   later       UPDATEs and STOREs change the uncommitted place
  *   rollback    the committed place is the live one again
  *   exchange    the other place becomes the committed and the live one
@@ -57,6 +59,8 @@ static int32_t wrong(const struct inf_executor *ex, const int32_t *ids, int32_t 
 int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count) {
     pthread_mutex_lock(&ex->lock);
     int32_t error = wrong(ex, ids, count, false);
+    for (int32_t i = 0; i < count && error == 0; i++)
+        if (ex->chunks[ids[i]]->plan.older != 0) error = -EPERM;
     for (int32_t i = 0; i < count && error == 0; i++) {
         inf_chunk_record *chunk = ex->chunks[ids[i]];
         chunk->place = INF_PLACE_COMMITTED;
@@ -74,6 +78,7 @@ static void go_back(struct inf_executor *ex, inf_chunk_record *chunk) {
         inf_prefetch_drop(ex, chunk);
         inf_chunk_drop_failed_write(ex, chunk);
         inf_chunk_swap_places(chunk, chunk->plan.other_generation);
+        chunk->plan.older = 0;
         /* The other place now has the undone version, not the states before an update. */
         chunk->updated = chunk->exchanged = false;
     }
@@ -139,7 +144,7 @@ int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t coun
                      inf_file_known(ex, drives[i], files[i]) && offsets[i] >= 0;
         known = known && (inf_grad_mask(&chunk->plan) == 0 || drives[i] == chunk->plan.drive);
         if (!known) error = -EINVAL;
-        else if (chunk->place == INF_PLACE_MOVED) error = -EPERM;
+        else if (chunk->place == INF_PLACE_MOVED || chunk->plan.older != 0) error = -EPERM;
     }
     for (int32_t i = 0; i < count && error == 0; i++) {
         ex->chunks[ids[i]]->plan.other_drive = drives[i];

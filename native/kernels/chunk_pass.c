@@ -35,7 +35,8 @@ static int section_valid(const inf_chunk *chunk, int32_t s, int32_t itemsize_of,
     if (!inf_section_resident(chunk, s)) {
         return chunk->section_at[s] <= chunk->run_bytes - inf_section_bytes(chunk, s);
     }
-    return chunk->section_ptr[s] != 0 && !((chunk->zeros | chunk->other_zeros) >> s & 1u);
+    const int on_drive_only = chunk->zeros | chunk->other_zeros | chunk->older;
+    return chunk->section_ptr[s] != 0 && !(on_drive_only >> s & 1);
 }
 
 int32_t inf_chunk_valid(const inf_chunk *chunk) {
@@ -44,7 +45,9 @@ int32_t inf_chunk_valid(const inf_chunk *chunk) {
     if (section_count == 0 || chunk->section_count != section_count) return 0;
     if (chunk->numel <= 0 || chunk->numel > INF_BYTES_MAX || chunk->piece_numel <= 0) return 0;
     if (!within(chunk->run_bytes) || !within(chunk->other_bytes)) return 0;
-    if ((chunk->zeros | chunk->other_zeros) >> section_count != 0) return 0;
+    if ((chunk->zeros | chunk->other_zeros | chunk->older) >> section_count != 0) return 0;
+    if (chunk->older != 0 && (chunk->other_bytes == 0 || chunk->other_drive != chunk->drive))
+        return 0;
     int on_drive = 0;
     for (int32_t s = 0; s < section_count; s++) {
         if (!section_valid(chunk, s, itemsizes[s], groups[s])) return 0;
@@ -55,6 +58,7 @@ int32_t inf_chunk_valid(const inf_chunk *chunk) {
     if (chunk->other_bytes > 0 && !within(chunk->other_offset)) return 0;
     const int32_t grad = grad_section(chunk);
     if (grad >= 0 && !inf_section_resident(chunk, grad) && !within(chunk->grad_offset)) return 0;
+    if (grad >= 0 && inf_section_older(chunk, grad)) return 0;
     return (chunk->sums_ptr != 0) == (chunk->other_sums_ptr != 0);
 }
 
@@ -82,7 +86,9 @@ static size_t piece_bytes(const inf_chunk *chunk, int32_t section, piece_range p
 static inf_shadow_job sum_job(const inf_chunk *chunk, int32_t section, piece_range piece,
                               const uint8_t *section_data, uint32_t *sum) {
     /* gradients are not versioned */
-    const uint64_t generation = section == grad_section(chunk) ? 0 : chunk->generation;
+    const uint64_t generation = section == grad_section(chunk)        ? 0
+                                : inf_section_older(chunk, section) ? chunk->other_generation
+                                                                     : chunk->generation;
     return (inf_shadow_job){section_data + piece_offset(chunk, section, piece),
                             piece_bytes(chunk, section, piece),
                             inf_sum_seed(generation, chunk->key, section, piece.index), sum};

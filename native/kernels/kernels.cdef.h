@@ -19,9 +19,10 @@ typedef struct {
     int32_t other_file;
     int32_t grad_file;
     int32_t other_drive;
-    int32_t reserved;
     uint16_t zeros;
     uint16_t other_zeros;
+    uint16_t older;
+    uint16_t reserved;
     int32_t itemsize[6];
     int32_t group_numel[6];
     int64_t section_at[6];

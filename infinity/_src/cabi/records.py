@@ -329,9 +329,10 @@ CHUNK: Final = np.dtype(
         ("other_file", "<i4"),
         ("grad_file", "<i4"),
         ("other_drive", "<i4"),
-        ("reserved", "<i4"),
         ("zeros", "<u2"),
         ("other_zeros", "<u2"),
+        ("older", "<u2"),
+        ("reserved", "<u2"),
         ("itemsize", "<i4", (SECTION_MAX,)),
         ("group_numel", "<i4", (SECTION_MAX,)),
         ("section_at", "<i8", (SECTION_MAX,)),
@@ -343,8 +344,9 @@ CHUNK: Final = np.dtype(
 )
 """`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: the second
 place of a versioned chunk. `zeros`: mask of sections on NVMe that were never written; a read
-returns zeros, without I/O. `other_drive`: of the second place; equal to `drive` unless a failed
-write was moved to another drive. Gradients are on `drive`.
+returns zeros, without I/O. `older`: mask of sections that are at the second place until the second
+of a step's two updates writes them, too. `other_drive`: of the second place; equal to `drive`
+unless a failed write was moved to another drive. Gradients are on `drive`.
 """
 
 JOB: Final = np.dtype(
@@ -450,6 +452,9 @@ MASK_PARAM_IN_MEMORY = 0x4000_0000
 #: Position in an UPDATE's mask of a second mask: the sections that the UPDATE neither reads nor
 #: writes, because the algorithm of no segment needs them.
 LEAVES_SHIFT = 8
+#: In an UPDATE's mask: another UPDATE of the chunk follows before the next commit. So this one
+#: leaves sections out of a new version, and the next one without this bit completes it.
+MASK_FIRST = 0x0800_0000
 #: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000
 #: In a FETCH's mask: the chunk has one checksum per section, computed from its pieces' checksums

@@ -64,7 +64,7 @@ import torch
 
 from infinity._src.base.alarm import Alarm
 from infinity._src.base.torch_compat import profiled
-from infinity._src.cabi.records import MASK_PARAM_IN_MEMORY, Algorithm
+from infinity._src.cabi.records import MASK_FIRST, MASK_PARAM_IN_MEMORY, Algorithm
 from infinity._src.distributed.comm_streams import PendingCollective
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.transport import Message
@@ -684,6 +684,7 @@ class StepPipeline:
         plan = jobs_of_unit(unit, self._jobs, work, gradients)
         jobs = plan.jobs
         if first:
+            jobs["mask"] |= MASK_FIRST
             for flat in {param.flat for param in work}:
                 leaves = jobs["mask"][jobs["base"] == unit.flats.index(flat)] & ~np.uint32(1)
                 self._first_masks[flat] = leaves

@@ -2,8 +2,7 @@
 
     drives          `moves_of`: the first update of a step moves the momentum of each chunk with a
                     part of a matrix. The second one moves the masters, and all of a chunk with a
-                    part of another parameter. In a policy with two places for each chunk the first
-                    update writes a new version, whole but for moments that no parameter uses.
+                    part of another parameter.
     compute         Newton-Schulz, each matrix on its owner: an even part of the flops on each rank,
                     and no less than the largest matrix takes
     links           to a GPU each matrix goes up and comes down, in the dtype of its gradient; among
@@ -60,15 +59,13 @@ def chunk_shares(flat: FlatShape, world: int, size: int) -> ChunkShares:
     return ChunkShares(*(found / layout.numel).tolist())
 
 
-def moves_of(held: Format, shares: ChunkShares, *, versioned: bool = False) -> Moves:
-    """Return how often a step's two updates move each section of a flat. versioned: its chunks have
-    two places."""
+def moves_of(held: Format, shares: ChunkShares) -> Moves:
+    """Return how often a step's two updates move each section of a flat."""
     momentum = sections_updated(held, Algorithm.MUON_MOMENTUM)
     masters = sections_updated(held, Algorithm.MUON)
     found = []
     for section in range(held.written_count):
-        whole = (momentum | masters if versioned else momentum) >> section & 1
-        first = shares.matrices if whole else shares.both * versioned
+        first = shares.matrices if momentum >> section & 1 else 0.0
         found.append((first, 1.0 if masters >> section & 1 else shares.others))
     return found
 

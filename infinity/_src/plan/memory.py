@@ -361,7 +361,7 @@ def _needs(
         need = _need(flat, layout, held, job)
         if held and flat.matrix_numel:
             shares = chunk_shares(flat, machine.world, chunk)
-            moves = tuple(moves_of(held, shares, versioned=need.versions > 1))
+            moves = tuple(moves_of(held, shares))
             numels = {1: flat.matrix_numel, 2: flat.numel - flat.matrix_numel}
             idle = idle_mask_of(held, numels)
             need = dataclasses.replace(need, moves=moves, idle_mask=idle)

@@ -234,12 +234,13 @@ class Rig:
         given: dict[int, Array] | None = None,
         hyper: Array | None = None,
         leaves: int = 0,
+        first: bool = False,
     ) -> aio.Ticket:
         """UPDATE chunks with one segment each; with a gate ptr[0] is relative to base 0.
 
         A gradient of None lies in the chunk's own section. `given`: parameters (section 0) that are
         in memory, by chunk. `hyper`: instead of AdamW's record of `step`. `leaves`: the sections
-        that the updates leave out, as a mask.
+        that the updates leave out, as a mask. `first`: another update follows before a commit.
         """
         jobs = np.zeros(len(grads), dtype=records.JOB)
         segs = np.zeros(len(grads), dtype=records.SEG)
@@ -259,6 +260,7 @@ class Rig:
                     given[index].ctypes.data,
                 )
             jobs[n]["mask"] |= self.flags | leaves << aio.LEAVES_SHIFT
+            jobs[n]["mask"] |= records.MASK_FIRST if first else 0
             segs[n]["numel"] = NUMEL
             if grad is None:
                 segs[n]["grad_dtype"] = records.GradDtype.SECTION

@@ -169,11 +169,12 @@ class ExecutorMachine(RuleBasedStateMachine):
         indexes=st.lists(INDEX, unique=True),
         given=st.booleans(),
         leaves=st.lists(st.sampled_from([0, *UNNEEDED.values()]), min_size=4, max_size=4),
+        first=st.booleans(),
     )
-    def prefetch(self, indexes: list[int], given: bool, leaves: list[int]) -> None:
+    def prefetch(self, indexes: list[int], given: bool, leaves: list[int], first: bool) -> None:
         ids = self.rig.ids[indexes]
         masks = np.array(leaves, dtype=np.uint32)[: len(ids)] << aio.LEAVES_SHIFT
-        masks |= np.uint32(records.MASK_PARAM_IN_MEMORY * given)
+        masks |= np.uint32(records.MASK_PARAM_IN_MEMORY * given | records.MASK_FIRST * first)
         assert 0 <= self.rig.executor.prefetch(ids, masks) <= len(ids)
 
     @rule(
@@ -195,6 +196,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         hyper: np.ndarray | None = None,
         leaves: int = 0,
         half: bool = False,
+        first: bool = False,
     ) -> None:
         self.step += 1
         hyper = hyper_record(self.step) if hyper is None else hyper
@@ -223,6 +225,7 @@ class ExecutorMachine(RuleBasedStateMachine):
             given=taken,
             hyper=hyper,
             leaves=leaves,
+            first=first,
         )
         if cancel:
             ticket.cancel()  # does nothing to an update
@@ -247,6 +250,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         in_place=st.booleans(),
         spilled=st.sets(INDEX),
         half=st.booleans(),
+        first=st.booleans(),
     )
     def update_of_muon(
         self,
@@ -258,6 +262,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         in_place: bool,
         spilled: set[int],
         half: bool,
+        first: bool,
     ) -> None:
         leaves &= UNNEEDED[masters]
         if leaves & 1:
@@ -272,6 +277,7 @@ class ExecutorMachine(RuleBasedStateMachine):
             MASTERS if masters else MOMENTUM,
             leaves,
             half,
+            first,
         )
 
     @rule()
@@ -332,6 +338,12 @@ class ExecutorMachine(RuleBasedStateMachine):
         if not self.versioned or self.fails:
             return
         self.all_ended()
+        older = self.rig.executor.look(self.rig.ids)["older"]
+        if older[indexes].any():
+            with pytest.raises(ValueError, match="first of two updates"):
+                self.rig.executor.commit(self.rig.ids[indexes])
+            self.update(set(np.flatnonzero(older)), False, False, set(), False, set())
+            self.all_ended()
         self.rig.executor.commit(self.rig.ids[indexes])
         for index in indexes:
             self.committed[index] = [section.copy() for section in self.model[index][:4]]

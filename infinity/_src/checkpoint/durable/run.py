@@ -111,6 +111,7 @@ class RunTable:
             for begin in range(0, len(shard.ids), BLOCK_CHUNKS):
                 part = slice(begin, begin + BLOCK_CHUNKS)
                 now = self._executor.look(shard.ids[part])
+                assert not now["older"].any(), "a commit between the two updates of a chunk"
                 second = now["sums_ptr"] != first[part]
                 for array in _places(now, second):
                     digest.update(array.data)
