@@ -465,13 +465,16 @@ class Matrixwise(Optimizer):
                 f"the momentum of {matrix.param.name} is not finite, and its matrix cannot be "
                 "transformed; close this engine and start again from the last export"
             )
-        made = self.transform(there, self.group_of(matrix.param))
-        if made.shape != values.shape:
+        made: Any = self.transform(there, self.group_of(matrix.param))
+        is_tensor = isinstance(made, torch.Tensor)
+        found = (made.dtype, tuple(made.shape)) if is_tensor else type(made).__name__
+        if found != (torch.bfloat16, matrix.shape):
             raise ValueError(
-                f"{self.title} made {tuple(made.shape)} of {matrix.param.name}'s matrix of "
-                f"{matrix.shape}: the function must return a matrix of the same shape"
+                f"{self.title} made {found} of {matrix.param.name}'s matrix of {matrix.shape}: the "
+                "function must return a torch.bfloat16 matrix of the same shape"
             )
-        values.copy_(made)
+        # A transposed view of `there` would read what it overwrites.
+        values.copy_(made.contiguous())
 
 
 class Muon(Matrixwise):
