@@ -482,19 +482,43 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
     assert_same(values[1], values[0])
 
 
+@pytest.mark.parametrize(
+    ("function", "made"),
+    [
+        (torch.sum, r"\(torch.bfloat16, \(\)\)"),
+        (torch.isnan, r"\(torch.bool, \(64, 32\)\)"),
+        (id, r"int"),
+    ],
+)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_a_function_that_returns_another_shape_is_named(update: Any) -> None:
+def test_a_function_that_returns_no_such_matrix_is_named(
+    function: Any, made: str, update: Any
+) -> None:
     model = inf.offload(models.make(models.Small), inf.Policy(update=update))
     with pytest.raises(TypeError, match="nestrov"):
-        inf.Matrixwise(torch.sum, model.parameters(), nestrov=False)  # type: ignore[call-arg]
-    optimizer = inf.Matrixwise(torch.sum, model.parameters())
-    assert optimizer.state_dict()["infinity_optimizer"] == "Matrixwise(sum)"
+        inf.Matrixwise(function, model.parameters(), nestrov=False)  # type: ignore[call-arg]
+    optimizer = inf.Matrixwise(function, model.parameters())
+    title = f"Matrixwise({function.__name__})"
+    assert optimizer.state_dict()["infinity_optimizer"] == title
     loss = models.loss_of(model, models.token_batches(1)[0])
-    with pytest.raises(ValueError, match=r"Matrixwise\(sum\) made \(\) of blocks\.\d\.up\.weight"):
+    with pytest.raises(ValueError, match=rf"\({function.__name__}\) made {made} of blocks\.\d\."):
         loss.backward()
         optimizer.step()
     with pytest.raises(StateInvalid):
         inf.handle(model).close()
+
+
+def test_a_function_may_return_its_argument_transposed() -> None:
+    values = []
+    for function in (lambda matrix: matrix.T, lambda matrix: matrix.T.clone()):
+        torch.manual_seed(0)
+        model = inf.offload(nn.Sequential(nn.Linear(8, 8)).bfloat16(), inf.Policy())
+        optimizer = inf.Matrixwise(function, model.parameters(), lr=0.1)
+        model(torch.randn(4, 8).bfloat16()).float().square().sum().backward()
+        optimizer.step()
+        values.append(harness.values_of(model))
+        inf.handle(model).close()
+    assert_same(values[0], values[1])
 
 
 def test_the_plan_counts_no_scratch_for_embeddings_and_no_traffic_of_second_moments(
@@ -569,6 +593,33 @@ def test_matrices_keep_their_states_while_vectors_join_their_unit_and_leave(
     model[0].weight.requires_grad_(True)
     model(rows)
     assert_same(harness.states_of(model)[name], before)
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("state", ["exact", "compact"])
+@pytest.mark.parametrize("units", [([""], ["0", "1"]), (["0", "1"], [""])], ids=str)
+def test_a_checkpoint_is_restored_into_units_with_and_without_vectors(
+    units: tuple[list[str], list[str]], state: Any, tmp_path: Path
+) -> None:
+    def begun(chosen: list[str]) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(32, 32, bias=False), nn.LayerNorm(32)]
+        chosen_policy = inf.Policy(units=chosen, state=state)
+        model = inf.offload(nn.Sequential(*layers).bfloat16(), chosen_policy)
+        return model, inf.Muon(model.parameters(), lr=0.02)
+
+    model, optimizer = begun(units[0])
+    rows = torch.randn(4, 32).bfloat16()
+    for _ in range(2):
+        (model(rows).float() ** 4).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    inf.save(model, optimizer, tmp_path / "saved").wait()
+    wanted = harness.states_of(model)
+    inf.handle(model).close()
+    model, optimizer = begun(units[1])
+    inf.restore(model, optimizer, tmp_path / "saved")
+    assert_same(harness.states_of(model), wanted)
     inf.handle(model).close()
 
 

@@ -364,14 +364,30 @@ def convert(
     # Equal formats are copied, so all bits stay.
     if states and source is target:
         return list(given)
+    # Codes and scales are copied, too: encoding the decoded values again rounds them.
+    if states and (source.master, source.moments) == (target.master, Moments.Q8):
+        return _with_count(source, given, target.count)
     # RAW has no separate master: only the parameter was saved.
     if states and source.master is not Master.RAW:
         master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
     else:
         # A copy: the saved chunk may be needed again, and `given` is a view of it.
-        master = torch.from_numpy(given[0].copy()).view(dtype).float()
-        moments = [torch.zeros_like(master) for _ in range(target.count)]
+        master, moments = torch.from_numpy(given[0].copy()).view(dtype).float(), []
+    # Muon's matrices have further moments, of zero, only beside vectors.
+    fresh = [torch.zeros_like(master) for _ in range(target.count)]
+    moments = [*moments, *fresh[len(moments) :]][: target.count]
     return [values.numpy().view(np.uint8) for values in encode_sections(target, master, moments)]
+
+
+def _with_count(source: Format, given: Sequence[Bytes], count: int) -> list[Bytes]:
+    """Return sections of a format with quantized moments, with `count` moments: further ones are
+    zero."""
+    *codes, scales = given[source.master_count :]
+    codes = [*codes, *[np.zeros_like(codes[0])] * count][:count]
+    columns = np.zeros((len(scales) // (2 * source.count), max(count, source.count)), np.int16)
+    columns[:, : source.count] = scales.view(np.int16).reshape(-1, source.count)
+    made = np.ascontiguousarray(columns[:, :count]).view(np.uint8).reshape(-1)
+    return [*given[: source.master_count], *codes, made]
 
 
 def rounding(source: Format, target: Format) -> str:
