@@ -13,9 +13,9 @@ class Row(NamedTuple):
 
     name: without dashes; a leading blank marks a positional argument. kind: False for a switch; a
     tuple of choices; a function that parses the value (default: None); a list of one such function
-    for an option that may be repeated; any other value is the default, and its type parses the
-    value. text: for the help. metavar: the value's name in the help. more: arguments of
-    `add_argument`, which override those from `kind`.
+    for an option that may be repeated; any other value is the default, and its type is the
+    parser. text: sentence for the help. metavar: the value's name in the help. more: arguments of
+    `add_argument`, which override the arguments from `kind`.
     """
 
     name: str

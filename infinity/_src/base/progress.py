@@ -14,7 +14,7 @@ from infinity._src.base.sizes import format_size
 SHOWN_AFTER_S = 1.0
 LOGGED_EVERY_S = 30.0
 _EVERY_S = 0.2
-# Errors of a standard error that is full, a pipe without a reader, closed, or None.
+# Errors of a write to stderr if its drive is full, its reader is gone, or it is closed or None.
 _UNWRITABLE = (OSError, ValueError, AttributeError)
 
 

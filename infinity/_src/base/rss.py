@@ -19,7 +19,7 @@ def peak_rss_bytes() -> int:
 def reset_peak_rss() -> bool:
     """Reset the peak to the current resident memory. Returns False if the kernel forbids it."""
     try:
-        # proc(5): 5 only resets the peak.
+        # Writing 5 resets the peak and nothing else (proc(5)).
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False

@@ -7,8 +7,7 @@
     pytorch_model.bin, model.VARIANT.safetensors            refused
     *.safetensors                                           each tensor once
 
-The first line that applies decides, as in transformers. Only the last line is an addition:
-transformers ignores files of other names.
+The first line that applies decides. transformers has the same rules, except the last.
 """
 
 from __future__ import annotations

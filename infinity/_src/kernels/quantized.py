@@ -72,7 +72,8 @@ def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
 
 
 def codes_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of the padded codes: the offset of the scales in a wire."""
+    """Return the bytes of the padded codes, which are the offset of the scales in an encoded buffer
+    (a wire, see comm_codec.py)."""
     return _aligned(numel if bits == 8 else -(-numel // 2))
 
 

@@ -1,24 +1,24 @@
-"""Model and job of a plan: units and FlatParameters as the engine would make them, without tensors,
-and how they are trained.
+"""Model and job of a plan: the model's units and FlatParameters as the engine would make them, but
+without tensors, and the job that trains the model.
 
-Units come from `params.discover`, layouts from `memory.flat_layout`. Activations and floating-point
-operations are estimated from the sizes that a configuration names:
+`params.discover` finds the units; `memory.flat_layout` lays out the FlatParameters. A plan
+estimates activations and floating-point operations from the sizes in the model's configuration:
 
-    parameters that compute     all except a table that is only looked up (an untied input
-                                embedding); of experts, those that a token is routed to
+    parameters that compute     all except an untied input embedding, which is only looked up, and
+                                except the experts that a token is not routed to
     boundary activations        layers x width x itemsize per token: inputs of checkpointed blocks
-    activations of a block      (12 x width + 4 x MLP width x experts) x itemsize per token, with
-                                the experts routed to and shared: recomputed, or retained for every
-                                layer
-    logits                      10 B per token and word: as computed in 2 B, their fp32 copy, its
-                                gradient; 8 B if computed in fp32, without the copy. With the loss
-                                in tiles: the words of one tile, and 4 B x width for the hidden
-                                states' gradient in fp32
+    activations of a block      (12 x width + 4 x MLP width x experts) x itemsize per token, where
+                                experts counts a token's routed and shared experts. With
+                                checkpointing one block has them, else every layer keeps them
+    logits                      10 B per token and vocabulary entry: 2 B as computed, 4 B fp32 copy,
+                                4 B gradient; 8 B if the model computes in fp32, which needs no
+                                copy. A loss in tiles needs this for the entries of one tile, and
+                                4 B x width for the hidden states' gradient in fp32
 
-A stack of experts [experts, ...] is gathered whole, however few of its experts compute.
-`inf.tile_experts` cuts it into tiles, each a separate unit. A tile is not gathered for a
-micro-batch whose tokens chose none of its experts. Tokens are assumed to choose all experts equally
-often, which touches the most tiles.
+The engine gathers a stack of experts [experts, ...] whole, even if few of the experts compute.
+`inf.tile_experts` cuts the stack into tiles, and each tile is a separate unit. The engine does not
+gather a tile for a micro-batch if its tokens chose no expert of the tile. A plan assumes that
+tokens choose all experts equally often, which touches the most tiles.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ UNIT_BYTES_MAX = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class FlatShape:
-    """A FlatParameter as the engine would make it. numels: elements of its parameters, in order.
-    trainable: an optimizer will hold it. matrices: for each parameter its shape if an optimizer of
-    whole matrices updates it so, else (); empty: no parameter is.
+    """A FlatParameter as the engine would make it.
+
+    numels: number of elements of each parameter, in order. trainable: True if an optimizer will
+    hold the FlatParameter. matrices: for each parameter, its shape if an optimizer of whole
+    matrices updates the parameter as a matrix, else (); empty if there is no such matrix.
     """
 
     numels: tuple[int, ...]
@@ -75,11 +77,11 @@ class FlatShape:
 
     @property
     def moments(self) -> int:
-        """Moments for which a flat has space: one if all its parameters are matrices."""
+        """Number of moments with space in the FlatParameter: one if all parameters are matrices."""
         return 1 if self.matrices and all(self.matrices) else 2
 
     def without(self, numels: Iterable[int]) -> FlatShape:
-        """Return the flat without a parameter of each of these numbers of elements."""
+        """Return the FlatParameter without parameters of these sizes, one for each of `numels`."""
         left, matrices = list(self.numels), list(self.matrices)
         for numel in numels:
             place = left.index(numel)
@@ -87,8 +89,8 @@ class FlatShape:
         return dataclasses.replace(self, numels=tuple(left), matrices=tuple(matrices))
 
     def gathered_bytes(self, world: int = 1) -> int:
-        """Count the bytes of the gathered values, with the padding between and behind them in the
-        layout for `world` ranks.
+        """Count the bytes of the gathered parameters, including the padding between and after them
+        in the layout for `world` ranks.
         """
         return _layout_of(self.numels, self.dtype.itemsize, world)[0]
 
@@ -98,8 +100,8 @@ class FlatShape:
 
 
 class LinearShape(NamedTuple):
-    """Weight of a linear that can be tiled; linears and embeddings may share it. flat: index of its
-    FlatParameter in the unit.
+    """Weight of a linear that can be tiled; linears and embeddings may share the weight. flat:
+    index of the weight's FlatParameter in the unit.
     """
 
     name: str
@@ -110,8 +112,8 @@ class LinearShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StackShape:
-    """Parameter that holds all experts of a layer, [experts, ...]. flat: index of its FlatParameter
-    in the unit. numel: elements of all experts.
+    """Parameter that holds all experts of a layer, [experts, ...]. flat: index of the parameter's
+    FlatParameter in the unit. numel: elements of all experts together.
     """
 
     flat: int
@@ -124,8 +126,8 @@ class UnitShape:
     """FlatParameters that are gathered together.
 
     linears: weights in the unit that can be tiled. stacks: parameters in the unit that hold all
-    experts of a layer. around: indices of the units that are in use whenever this unit is. tiles:
-    the unit is a tile of a stack.
+    experts of a layer. around: indices of the enclosing units, which stay gathered while this one
+    is. tiles: True if the unit is a tile of a stack.
     """
 
     name: str
@@ -137,7 +139,7 @@ class UnitShape:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Key that tiles of one layer have in common, unless the last has fewer experts."""
+        """Key: equal for all tiles of a layer; a shorter last tile differs."""
         return self.name.partition("[")[0], self.around, self.flats
 
     def gathered_bytes(self, world: int = 1) -> int:
@@ -147,10 +149,10 @@ class UnitShape:
     def tiled(
         self, tiles_of: Callable[[LinearShape], int], world: int = 1
     ) -> tuple[UnitBytes, list[UnitBytes]]:
-        """Return (bytes of the unit without its tiled linears, bytes of the tiles of each). Every
-        tile is a separate unit. The results have no `around` yet.
+        """Return (bytes of the unit without the tiled linears, one entry for the tiles of each
+        tiled linear). Each tile is a separate unit. The caller adds `around`.
 
-        tiles_of: number of tiles of a linear; 1: whole.
+        tiles_of: returns the number of tiles of a linear; 1 leaves the linear whole.
         """
         rest = self.gathered_bytes(world)
         grads = [
@@ -174,15 +176,15 @@ class UnitShape:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A model: its units in order, and the sizes from which activations and operations are
-    estimated (0: not known).
+    """A model: the units in order, and the sizes from which a plan estimates activations and
+    operations (0: not known).
 
-    active_params: elements of the parameters that compute for one token. frozen_params: of these,
-    the elements of parameters that are not trained. encoder: it has one and a decoder. layers: of
-    encoder and decoder together. mlp_width: summed over the experts that a token computes.
-    vocabulary: words. positions: longest sequence in tokens. itemsize: bytes of an element of
-    activations. experts: routed experts of a layer; chosen: how many of them a token is routed to;
-    shared: further experts, which every token computes.
+    active_params: elements of the parameters that compute for one token. frozen_params: the part of
+    `active_params` that is not trained. encoder: True if the model has an encoder and a decoder.
+    layers: number of layers, of encoder and decoder together. mlp_width: sum of the widths of a
+    token's experts. vocabulary: number of entries. positions: longest sequence, in tokens.
+    itemsize: bytes of an element of activations. experts: routed experts of a layer. chosen:
+    routed experts of a token in a layer. shared: experts of a layer that every token uses.
     """
 
     name: str
@@ -206,8 +208,8 @@ class ModelShape:
         return {}
 
     def remember(self, key: object, make: Callable[[], _Result]) -> _Result:
-        """Return the result of `make`, which depends on this model and `key` alone. It is computed
-        once: a search asks for it thousands of times.
+        """Return the result of `make`, which must depend only on this model and `key`. Later calls
+        return the stored result: a search makes thousands of them.
         """
         if key not in self._known:
             self._known[key] = make()
@@ -226,8 +228,8 @@ class ModelShape:
         return any(linear.out_features != self.vocabulary for linear in linears)
 
     def with_adapters(self) -> ModelShape:
-        """Return the shape of a model with adapters, which need whole layers: only its head can be
-        tiled.
+        """Return the shape of the model with adapters. Adapters need whole layers, so only the head
+        can be tiled.
         """
         units = (
             dataclasses.replace(
@@ -243,8 +245,8 @@ class ModelShape:
 
     @functools.cached_property
     def without_matrices(self) -> ModelShape:
-        """The model for an optimizer of single elements."""
-        # Layers repeat: flats that are alike stay one object.
+        """The model for an optimizer that updates each element independently."""
+        # Layers repeat: equal FlatParameters stay one object.
         plain = {flat: dataclasses.replace(flat, matrices=()) for flat, _ in self.kinds_of_flats}
         if all(flat.matrices == () for flat in plain):
             return self
@@ -266,8 +268,8 @@ class ModelShape:
 
     @functools.cached_property
     def runs(self) -> tuple[tuple[UnitShape, range], ...]:
-        """Units with the range of their indices: tiles of one layer that are alike and follow each
-        other are one entry.
+        """Runs: each is a unit and a range of unit indices. Consecutive tiles with equal `alike`
+        are one run; every other unit is a run of length one.
         """
         found: list[tuple[UnitShape, range]] = []
         for index, unit in enumerate(self.units):
@@ -280,30 +282,28 @@ class ModelShape:
 
     @functools.cached_property
     def kinds_of_flats(self) -> tuple[tuple[FlatShape, int], ...]:
-        """Distinct FlatParameters, each with its count. Layers repeat, so these are few, and a
-        search asks for sums over them thousands of times.
+        """Distinct FlatParameters, each with its count. Layers repeat, so the list is short; a
+        search sums over it thousands of times.
         """
         return tuple(collections.Counter(self.flats).items())
 
     @functools.cached_property
     def _blocks(self) -> tuple[int, ...]:
-        """For each of `runs` the number of its block."""
+        """For each run, the number of its block."""
         numbers: dict[str, int] = {}
         names = (_block_of(unit.name) for unit, _ in self.runs)
         return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
     @functools.cached_property
     def _first_runs(self) -> tuple[int, ...]:
-        """For each of `runs` the place of the first whose unit has equal FlatParameters and
-        linears.
-        """
+        """For each run, the index of the first run with equal FlatParameters and linears."""
         first: dict[object, int] = {}
         keys = ((unit.flats, tuple(linear[1:] for linear in unit.linears)) for unit, _ in self.runs)
         return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
 
     @functools.cached_property
     def kinds_of_linears(self) -> tuple[LinearShape, ...]:
-        """Linears of distinct sizes, one of each."""
+        """Linears, one for each distinct size."""
         linears = (linear for unit in self.units for linear in unit.linears)
         return tuple({linear[2:]: linear for linear in linears}.values())
 
@@ -322,8 +322,8 @@ class ModelShape:
 
     @functools.cached_property
     def in_blocks(self) -> ModelShape:
-        """The model with the units of each block, tiles included, merged into one. Names of
-        units tell their block: the part up to the first number, as "model.layers.3".
+        """The model with the units of each block, including tiles, merged into one unit. A block is
+        the part of a unit's name up to the first number, as "model.layers.3".
         """
         names = [_block_of(unit.name) for unit in self.units]
         place = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -339,7 +339,7 @@ class ModelShape:
         return dataclasses.replace(self, units=tuple(units))
 
     def gathered_bytes(self, world: int = 1) -> int:
-        """Bytes of all units, gathered on each of `world` ranks."""
+        """Bytes of all units when each of `world` ranks gathers them."""
         flats = self.kinds_of_flats
         return self.remember(
             ("gathered_bytes", world),
@@ -348,7 +348,7 @@ class ModelShape:
 
     @functools.cached_property
     def trained_bytes(self) -> int:
-        """Bytes of all units that are trained, gathered on one rank."""
+        """Bytes of all trained FlatParameters when one rank gathers them."""
         flats = self.kinds_of_flats
         return sum(count * flat.gathered_bytes() for flat, count in flats if flat.trainable)
 
@@ -368,19 +368,19 @@ class ModelShape:
         return self.itemsize * (12 * self.width + 4 * self.mlp_width)
 
     def logits_bytes_per_token(self, loss_tiles: int = 1) -> int:
-        """Bytes per token of the logits and of the tensors that the loss makes of them, with the
-        vocabulary in `loss_tiles` tiles, one at a time.
+        """Bytes per token of the logits, of their fp32 copy and of their gradient. The loss
+        computes the vocabulary in `loss_tiles` tiles, one at a time.
         """
-        # Logits as computed, their fp32 copy for the loss, the gradient in fp32. fp32 logits need
-        # no copy.
-        per_word = 8 if self.itemsize == 4 else self.itemsize + 8
+        # Logits as computed, 4 B for the fp32 copy, 4 B for the fp32 gradient. Logits that are
+        # computed in fp32 need no copy.
+        per_entry = 8 if self.itemsize == 4 else self.itemsize + 8
         if loss_tiles == 1:
-            return per_word * self.vocabulary
-        return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
+            return per_entry * self.vocabulary
+        return per_entry * -(-self.vocabulary // loss_tiles) + 4 * self.width
 
     def tiles_of(self, linear: LinearShape, *, tiles: int, loss_tiles: int) -> int:
-        """Return the number of tiles of a linear. A linear with one output for each word is the
-        head, which `inf.tile_loss` cuts, too.
+        """Return the number of tiles of a linear. A linear with one output for each vocabulary
+        entry is the head, which `inf.tile_loss` also cuts.
         """
         if linear.out_features == self.vocabulary:
             return max(tiles, loss_tiles)
@@ -392,8 +392,10 @@ class ModelShape:
     ) -> list[UnitBytes]:
         """Return the bytes of the units on each of `world` ranks, with every linear in `tiles`
         tiles (`inf.tile_linears`) and the head in at least `loss_tiles` (`inf.tile_loss`), cut
-        along their outputs. in_slices: each block, and each unit outside of blocks, runs all
-        micro-batches before the next one (`inf.microbatched`). Of `runs` one entry stands for all.
+        along their outputs. Each run gives one entry, whose `repeat` is its number of units.
+
+        in_slices: True if each block, and each unit outside of blocks, runs all micro-batches
+        before the next one (`inf.microbatched`).
         """
         key = tiles, loss_tiles, world, in_slices
         return self.remember(("unit_bytes", *key), lambda: self._count_unit_bytes(*key))
@@ -402,11 +404,11 @@ class ModelShape:
         self, tiles: int, loss_tiles: int, world: int, in_slices: bool
     ) -> list[UnitBytes]:
         count = functools.partial(self.tiles_of, tiles=tiles, loss_tiles=loss_tiles)
-        # Layers repeat: units that are alike are cut once.
+        # Layers repeat: of equal units, only the first is cut.
         known = {place: self.runs[place][0].tiled(count, world) for place in set(self._first_runs)}
         parts = [known[place] for place in self._first_runs]
         starts = itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0)
-        # By the index of the unit. Nothing lies inside of tiles, so no unit refers to one.
+        # Keys are indices of units. `around` names no tile: a tile encloses no unit.
         place = {run.start: start for (_, run), start in zip(self.runs, starts, strict=False)}
         found = []
         blocks = zip(self.runs, self._blocks, parts, strict=True)
@@ -414,7 +416,7 @@ class ModelShape:
             block = number if in_slices else None
             outer = tuple(place[each] for each in unit.around)
             found.append(UnitBytes(rest.gathered, rest.grads, outer, len(run), block))
-            # The rest of the unit stays gathered while its tiles are gathered one by one.
+            # The rest of the unit stays gathered while the engine gathers the tiles one by one.
             inner = (*outer, place[run.start])
             found += [UnitBytes(each.gathered, each.grads, inner, each.repeat, block)
                       for each in cut]
@@ -422,19 +424,19 @@ class ModelShape:
 
 
 JobShape = NewType("JobShape", ModelShape)
-"""A model with its stacks cut into the job's tiles, as the job's optimizer sees it (`shape_in`). A
-function that takes a `ModelShape` and a job takes the uncut model."""
+"""A model as a job trains it (`shape_in`): stacks cut into the job's tiles, and matrices only if
+the job's optimizer updates them. A function with a `ModelShape` and a job takes the uncut model."""
 
 
 @functools.lru_cache(maxsize=65536)  # called often, and a model has few distinct FlatParameters
 def _layout_of(numels: tuple[int, ...], itemsize: int, world: int) -> tuple[int, int]:
-    """Return (bytes of all shards, elements of one)."""
+    """Return (bytes of all shards, elements of one shard)."""
     layout = plan_flat(numels, itemsize, world)
     return layout.size_bytes, layout.shard_numel
 
 
 def _block_of(unit: str) -> str:
-    """Return the name of the unit's block; the name of the unit if it is in no block."""
+    """Return the name of the unit's block; the unit's name if the unit is in no block."""
     parts = unit.partition("[")[0].split(".")
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return unit if number is None else ".".join(parts[: number + 1])
@@ -443,11 +445,12 @@ def _block_of(unit: str) -> str:
 def shape_of(
     model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False
 ) -> ModelShape:
-    """Return the shape of a module, usually on the meta device. The module is read and never
-    changed.
+    """Return the shape of a module, usually on the meta device. The module is not changed.
 
-    nested: find nested units, as the engine does on one rank and not on several. frozen: no
-    parameter is trained. Raises: ValueError for parameters that cannot be offloaded.
+    nested: find nested units, as the engine does on one rank and not on several. frozen: treat
+    every parameter as not trained.
+
+    Raises: ValueError for parameters that cannot be offloaded.
     """
     specs = find_units(model, unit_bytes_max=UNIT_BYTES_MAX, nested=nested)
     config: Any = getattr(model, "config", None)
@@ -455,7 +458,7 @@ def shape_of(
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "num_heads")
-    # If a configuration does not name the width of a head, heads divide the model's width.
+    # If a configuration does not name the width of a head, the heads divide the model's width.
     head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
     experts, chosen, shared, mlp_width = _mlp(text, width)
     routed = chosen / experts if experts else 1.0
@@ -480,7 +483,7 @@ def shape_of(
         shared=shared,
         encoder=bool(getattr(text, "is_encoder_decoder", False)),
         frozen_params=active if frozen else _active(model, specs, routed, frozen=True),
-        # Activations have the dtype of the parameters; the first parameter stands for all.
+        # Activations have the dtype of the parameters; a plan takes the first parameter's.
         itemsize=next(
             (entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2
         ),
@@ -488,8 +491,8 @@ def shape_of(
 
 
 def _mlp(config: Any, width: int) -> tuple[int, int, int, int]:
-    """Return (routed experts of a layer, how many of them a token is routed to, shared experts,
-    summed width of the MLPs that a token computes). width: the model's.
+    """Return (routed experts of a layer, routed experts of a token, shared experts, summed width of
+    the MLPs that a token uses). width: width of the model.
     """
     # DBRX has these sizes in a separate part of its configuration.
     parts = (config, getattr(config, "ffn_config", None))
@@ -497,15 +500,16 @@ def _mlp(config: Any, width: int) -> tuple[int, int, int, int]:
     def number(*names: str) -> int:
         return next((found for part in parts if (found := _number(part, *names))), 0)
 
-    # Width of the MLP, which experts have, too, unless their width is named below. GPT-2 leaves
-    # n_inner at None, which means four times the model's width.
+    # Experts have the width of the MLP unless a field below names theirs. GPT-2 leaves n_inner at
+    # None, which means four times the model's width.
     mlp = number("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size") or 4 * width
     experts = number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not experts:
         return 0, 0, 0, mlp
     mlp = number("moe_intermediate_size") or mlp
     chosen = number("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
-    # Width of all shared experts together. Qwen2-MoE has one, and names only its width.
+    # Width of all shared experts together. Qwen2-MoE has one shared expert; its configuration names
+    # the width, not the number.
     width_shared = number(
         "shared_expert_intermediate_size",
         "moe_shared_expert_intermediate_size",
@@ -513,13 +517,12 @@ def _mlp(config: Any, width: int) -> tuple[int, int, int, int]:
     )
     shared = number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     shared = shared or int(width_shared > 0)
-    # Backward needs a token's activations in every expert that it is routed to, and in every shared
-    # expert.
+    # Backward needs a token's activations in each of its routed experts and in every shared expert.
     return experts, chosen, shared, mlp * max(chosen, 1) + (width_shared or mlp * shared)
 
 
 def _layers(config: Any) -> int:
-    # T5's num_layers counts the encoder alone.
+    # In T5's configuration num_layers counts only the encoder's layers.
     if getattr(config, "is_encoder_decoder", False):
         decoder = _number(config, "num_decoder_layers", "decoder_layers")
         return _number(config, "encoder_layers", "num_layers", "num_hidden_layers") + decoder
@@ -530,7 +533,7 @@ def _unit(
     spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool, experts: int
 ) -> UnitShape:
     """Group a unit's parameters as `discover.build` does: by dtype and by whether they are trained.
-    linears, embeddings: names of the modules of these classes. experts: of a layer.
+    linears, embeddings: names of the modules of these classes. experts: routed experts of a layer.
     """
     groups: dict[tuple[torch.dtype, bool], list[tuple[int, tuple[int, ...]]]] = {}
     found, stacks = [], []
@@ -539,8 +542,7 @@ def _unit(
         key = (parameter.dtype, parameter.requires_grad and not frozen)
         params = groups.setdefault(key, [])
         holders = {name.removesuffix(".weight") for name in entry.names}
-        # A weight that a module of another class shares cannot be tiled: that module needs it
-        # whole.
+        # A weight cannot be tiled if a module of another class shares it and needs it whole.
         if holders & linears and holders <= linears | embeddings:
             found.append(
                 LinearShape(
@@ -567,10 +569,10 @@ def _active(
     *,
     frozen: bool = False,
 ) -> int:
-    """Count the elements of the parameters that compute for a token; frozen: of those alone that
-    are not trained.
+    """Count the elements of the parameters that compute for a token. frozen: count only parameters
+    that are not trained.
     """
-    # By identity: two modules with a tied weight have one parameter.
+    # Ids, not names: two modules with a tied weight share one parameter.
     lookups = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
     }
@@ -580,17 +582,17 @@ def _active(
             if frozen and entry.parameter.requires_grad:
                 continue
             tied = len(entry.names) > 1
-            # An embedding is only looked up, unless it is tied: then it is also the head's matrix.
+            # An untied embedding is only looked up; a tied one is also the head's matrix.
             if id(entry.parameter) in lookups and not tied:
                 continue
-            # A token computes only with the experts that it is routed to.
+            # A token computes only with its routed experts.
             routed = any(part in ("experts", "expert") for part in entry.names[0].split("."))
             total += entry.parameter.numel() * (routed_share if routed else 1.0)
     return round(total)
 
 
 def _number(config: Any, *names: str) -> int:
-    """Return the first of these fields that is a positive number; 0 if there is none."""
+    """Return the first positive number among these fields of a configuration; 0 if none has one."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -603,20 +605,20 @@ def _number(config: Any, *names: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Training of a model under a policy: tokens per step, and how its passes compute.
+    """Training of a model under a policy: tokens per step, and how forward and backward compute.
 
-    policy: where states may rest and how a step runs. Sizes in `resident` are bytes of each
+    policy: tiers of the states, and the way a step runs. Sizes in `resident` are bytes of each
         process. A plan takes RAM and drives from the machine, and ignores `ram` and `nvme`.
-    tokens: of a step, over all devices and micro-batches. sequence: tokens of one sequence.
-    micro_batches: of each device in a step.
-    checkpointing: recompute the activations of blocks in backward.
-    schedule: order of the micro-batches, of `config.choices.SCHEDULES`. The vertical schedule
+    tokens: tokens of a step, over all devices and micro-batches. sequence: tokens of one sequence.
+    micro_batches: micro-batches of each device in a step.
+    checkpointing: True if backward recomputes the activations of blocks.
+    schedule: order of the micro-batches, one of `config.choices.SCHEDULES`. The vertical schedule
         requires checkpointing.
-    compute_s: measured (forward, backward) seconds of one micro-batch; None: from FLOP/s.
-    tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
-        vocabulary (`inf.tile_loss`); 1: whole logits. expert_tile: experts in a tile of a stack
-        (`inf.tile_experts`); 0: whole stacks.
-    optimizer: of `config.choices.OPTIMIZERS`; "muon" updates hidden matrices whole.
+    compute_s: measured (forward, backward) seconds of one micro-batch; None: estimate from FLOP/s.
+    tiles: number of tiles of each linear (`inf.tile_linears`). loss_tiles: number of tiles of the
+        head and the loss, along the vocabulary (`inf.tile_loss`); 1: whole logits. expert_tile:
+        experts in a tile of a stack (`inf.tile_experts`); 0: whole stacks.
+    optimizer: one of `config.choices.OPTIMIZERS`; "muon" updates hidden matrices whole.
     """
 
     policy: Policy
@@ -632,20 +634,22 @@ class Job:
     optimizer: str = OPTIMIZERS[0]
 
     def replace(self, **fields: Any) -> Job:
-        """Return a copy with some fields changed; fields that a job does not have are the policy's.
+        """Return a copy with some fields changed. A name that is no field of a job is taken as a
+        field of the policy.
 
         Raises: ValueError for values that the policy refuses.
         """
         own = {name: fields.pop(name) for name in _JOB_FIELDS & fields.keys()}
         if not fields:
             return dataclasses.replace(self, **own)
-        # A policy with a tier on NVMe must name a directory. A plan opens none, so any name works.
+        # A policy with a tier on NVMe must name a directory. A plan opens no directory, so any name
+        # works.
         fields.setdefault("nvme", self.policy.nvme or ["."])
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **fields), **own)
 
     @property
     def refusal(self) -> str:
-        """Reason why the optimizer cannot step under the policy, or with these tiles; "": it can.
+        """Reason why the optimizer cannot step under the policy or with these tiles; "" if it can.
         """
         if self.optimizer == "adamw":
             return ""
@@ -665,23 +669,23 @@ class Job:
 
     @property
     def passes(self) -> int:
-        """Forwards of the whole model in one step, and as many backwards. Each pass gathers every
-        unit once; each backward produces one gradient of each parameter.
+        """Number of forwards of the whole model in one step, and of backwards. Each forward and
+        each backward gathers every unit once; each backward produces a gradient of each parameter.
         """
         return 1 if self.vertical else self.micro_batches
 
     @property
     def gathers_again(self) -> int:
-        """Gathers in one step, in addition to those of `passes`, of a unit that does not stay
-        gathered from one micro-batch to the next in the vertical schedule. Each micro-batch gathers
-        it in forward, in recomputation and in backward: 3 gathers, of which `passes` counts 2.
+        """Additional gathers in one step of a unit that the vertical schedule gathers separately
+        for each micro-batch: in forward, in recomputation and in backward. These are 3 per
+        micro-batch, so 3 M; `passes` = 1 already counts 2 of them.
         """
         return 3 * self.micro_batches - 2 if self.vertical else 0
 
     @property
     def stores_gradients(self) -> bool:
-        """True if gradients wait for the step."""
-        # With update="backward" the update consumes the gradient of the only pass at once.
+        """True if the engine stores gradients until the step."""
+        # With update="backward" and one pass, the update consumes each gradient in backward.
         return not self.policy.consumes_grads or self.passes > 1
 
     @property
@@ -697,9 +701,9 @@ class Job:
         return -(-self.tokens // (self.micro_batches * ranks))
 
     def micro_batch_counts(self, ranks: int) -> Iterator[int]:
-        """Yield the numbers of micro-batches that a step may have: powers of two, until one has
-        fewer tokens than a sequence. The first may have fewer: a device may have less than a
-        sequence in all.
+        """Yield the numbers of micro-batches that a step may have: powers of two, as long as a
+        micro-batch has the tokens of a sequence. One micro-batch is always allowed, even if a
+        device has less than one sequence.
         """
         count = 1
         while count <= MICRO_BATCHES_MAX and self.tokens >= count * ranks:
@@ -710,18 +714,18 @@ class Job:
             count *= 2
 
     def pass_tokens(self, ranks: int) -> int:
-        """Tokens of one pass on one device. The inputs of blocks for all of them are in memory at
-        once.
+        """Tokens of one pass on one device. A pass holds the inputs of blocks for all its tokens at
+        the same time.
         """
         return self.micro_batch_tokens(ranks) * self.micro_batches // self.passes
 
     def grad_itemsize(self, dtype: torch.dtype) -> int:
-        """Bytes of an element of a gradient that waits, for a parameter of `dtype`."""
+        """Bytes of an element of a stored gradient, for a parameter of `dtype`."""
         return int((self.policy.grad_dtype or dtype).itemsize)
 
 
 MICRO_BATCHES_MAX = 1024
-"""Most micro-batches that a plan tries."""
+"""Largest number of micro-batches that a plan tries."""
 
 _JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job))
 
@@ -730,17 +734,17 @@ _JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job))
 
 
 def shape_in(job: Job, shape: ModelShape) -> JobShape:
-    """Return the model with its stacks cut into the job's tiles, and with matrices if the job's
-    optimizer updates them; such a shape is returned as is."""
+    """Return the model with the stacks cut into the job's tiles, and with matrices only if the
+    job's optimizer updates whole matrices. A second call changes nothing."""
     seen = shape.without_matrices if job.optimizer == "adamw" else shape
     return JobShape(cut_experts(seen, job.expert_tile))
 
 
 def cut_experts(shape: ModelShape, tile: int) -> ModelShape:
-    """Return the model with its stacks in tiles of `tile` experts; 0: unchanged.
+    """Return the model with the stacks in tiles of `tile` experts; 0: unchanged.
 
-    The first part of a cut unit takes the unit's place. The other parts follow all units, so every
-    other unit keeps its index.
+    The first part of a cut unit takes the unit's index. The further parts are appended after all
+    units, so uncut units keep their indices.
     """
     if not tile or not shape.has_stacks:
         return shape
@@ -757,7 +761,8 @@ def _cut_experts(shape: ModelShape, tile: int) -> ModelShape:
 
 
 def _cut_unit(unit: UnitShape, index: int, tile: int) -> list[UnitShape]:
-    """Return the unit without its stacks, unless nothing remains of it, followed by the tiles."""
+    """Return the unit without its stacks (left out if it has no other parameters), then the tiles.
+    """
     if not unit.stacks:
         return [unit]
     rest = tuple(
@@ -766,12 +771,12 @@ def _cut_unit(unit: UnitShape, index: int, tile: int) -> list[UnitShape]:
     )
     found, around = [], unit.around
     if any(flat.numels for flat in rest):
-        # The rest stays gathered while its tiles are gathered one by one.
+        # The rest stays gathered while the engine gathers the tiles one by one.
         around = (*around, index)
-        # Empty FlatParameters keep their place: linears refer to FlatParameters by index.
+        # Empty FlatParameters stay in the tuple: linears refer to FlatParameters by index.
         found.append(dataclasses.replace(unit, flats=rest, stacks=()))
     experts = max(stack.experts for stack in unit.stacks)
-    # Tiles have the same FlatParameters, but for the last, which may have fewer experts.
+    # All tiles have equal FlatParameters, except a last tile with fewer experts.
     flats = {
         count: _flats_of_tile(unit, count) for count in {min(tile, experts), experts % tile or tile}
     }
@@ -800,8 +805,8 @@ def _flats_of_tile(unit: UnitShape, experts: int) -> tuple[FlatShape, ...]:
 
 
 def touched_share(experts: int, chosen: int, tile: int, tokens: int) -> float:
-    """Return the expected share of tiles with at least one expert that a token chose. Each of
-    `tokens` tokens chooses `chosen` of `experts` experts, all equally likely; a tile has `tile`.
+    """Return the expected share of tiles with at least one chosen expert. Each of `tokens` tokens
+    chooses `chosen` of `experts` experts, all equally likely; a tile has `tile` experts.
     """
     left = experts - tile
     if left < chosen:
@@ -812,7 +817,8 @@ def touched_share(experts: int, chosen: int, tile: int, tokens: int) -> float:
 
 
 def gathered_share(shape: JobShape, tile: int, tokens: int) -> float:
-    """Return the share of all parameters that a pass of `tokens` tokens, over all ranks, gathers.
+    """Return the share of all parameters that a pass gathers. tokens: tokens of the pass on all
+    ranks together.
     """
     if not shape.tiled_bytes:
         return 1.0
