@@ -83,7 +83,8 @@ PATIENCE_S = 1.0
 
 
 def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
-    """Return the chunks of these flats as rows, with no file or offset yet. key: as in `new_rows`."""
+    """Return the chunks of these shards as rows, with no file or offset yet. key: see `new_rows`.
+    """
     return new_rows([(np.asarray(shard.starts), shard.records["numel"]) for shard in shards], key)
 
 

@@ -1,4 +1,4 @@
-"""Single changes of a job or machine: predictions with one thing changed at a time."""
+"""Single changes of a job or machine, and a prediction after each change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity._src.plan.workload import Job, ModelShape
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One change of a job or machine, and the prediction with it."""
+    """One change of a job or machine, and the prediction for the changed job on that machine."""
 
     name: str
     prediction: Prediction
@@ -24,16 +24,16 @@ class Change:
 def one_change(
     shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False
 ) -> list[Change]:
-    """Predict the changes that are worth trying. Changes that fit come first, then the changes that
-    do not; each group is sorted by tokens per second, fastest first.
+    """Predict the changes that are worth trying. Changes after which the job fits are first; within
+    each group the list is sorted by tokens per second, fastest first.
 
-    choose_micro_batches: with each change, take the fewest micro-batches whose activations fit;
-    else take as many as the changed job has.
+    choose_micro_batches: with each change, use the smallest number of micro-batches whose
+    activations fit; False: use the changed job's number.
     """
     machine, job = now.machine, now.job
     tried: list[tuple[str, Machine, Job]] = [
         ("twice the RAM", dataclasses.replace(machine, ram_bytes=2 * machine.ram_bytes), job),
-        # Tokens and micro-batches double, so a micro-batch needs as much device memory as now.
+        # Tokens and micro-batches both double, so a micro-batch's device memory stays the same.
         (
             "twice the tokens per step (twice the micro-batches)",
             machine,
@@ -47,12 +47,12 @@ def one_change(
     if machine.nodes > 1:
         tried.append(("one more node", dataclasses.replace(machine, nodes=machine.nodes + 1), job))
     tried += [(name, machine, other) for name, other in _other_exchanges(machine, job)]
-    # Only formats with fewer bytes: they save time and capacity, and round more coarsely.
+    # Try only formats with fewer bytes: they save time and capacity, but round more coarsely.
     states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.policy.state, ())
     tried += [(f"state {state} (rounds)", machine, job.replace(state=state)) for state in states]
     tried += [(name, machine, other) for name, other in _other_steps(job)]
     tried += [(name, machine, other) for name, other in _other_schedules(machine, job)]
-    # Spilled gradients only add traffic, so they are worth trying only where RAM does not fit.
+    # Spilled gradients only add traffic, so try them only if the job does not fit the RAM.
     if job.policy.grads == "cpu" and machine.drives and not now.ram.fits:
         tried.append(("gradients spill (--grads nvme)", machine, job.replace(grads="nvme")))
     tried += [
@@ -61,13 +61,13 @@ def one_change(
     found = []
     for name, changed, other in tried:
         enough = changed.world * (1 if choose_micro_batches else other.micro_batches)
-        # Some devices would have no token.
+        # With fewer tokens than this, some devices would compute nothing.
         if other.refusal or other.tokens < enough:
             continue
         chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
         if chosen.micro_batches != other.micro_batches:
             count = f"{chosen.micro_batches} micro-batch{'es' if chosen.micro_batches > 1 else ''}"
-            # The name promises twice the micro-batches, but another count was chosen.
+            # Remove "twice the micro-batches" from the name: another number was chosen.
             name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
     return sorted(
@@ -76,8 +76,8 @@ def one_change(
 
 
 def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
-    """List the ZeRO++ switches that the job has off, and all of them together. A machine of one
-    node has none: they save bytes between nodes.
+    """List the ZeRO++ switches that are off in the job, and all of these together. The list is
+    empty on one node: the switches save bytes between nodes.
     """
     if machine.nodes == 1:
         return []
@@ -98,8 +98,8 @@ def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
 def _other_memory(
     shape: ModelShape, machine: Machine, job: Job, fits: bool
 ) -> list[tuple[str, Job]]:
-    """List the changes that make a job fit its GPUs; where it fits already, list the changes that
-    free device memory for more tokens.
+    """List changes of device memory: if the job does not fit the GPUs, the changes that make it
+    fit, else the changes that free memory for more tokens.
     """
     if not fits:
         return [(way.name, way.job) for way in ways_to_fit(shape, machine, job)]
@@ -107,8 +107,8 @@ def _other_memory(
     if machine.gpus and job.policy.activations == "device" and job.checkpointing:
         found.append(("activations on the CPU", job.replace(activations="cpu")))
     tiles = loss_tiles(shape)
-    # Logits and a block's activations exist at different times: smaller logits help only while
-    # logits are the larger of the two.
+    # Logits and a block's activations exist at different times, so smaller logits help only if
+    # logits are larger than the activations.
     if (
         machine.gpus
         and tiles > job.loss_tiles
@@ -119,9 +119,9 @@ def _other_memory(
 
 
 def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
-    """Predict with updates on the CPU and with updates on the GPUs. Empty where the CPU computes,
-    where the optimizer refuses one, and where the update mode is not "deferred", the only mode of
-    updates on a GPU.
+    """Predict the job with updates on the CPU and with updates on the GPUs. The list is empty if
+    the CPU computes, if the optimizer refuses one of the two, or if the update mode is not
+    "deferred": a GPU updates in no other mode.
 
     The prediction does not decide where a run updates: `Policy.update_on` is "cpu" on every machine
     unless the user sets it. The default needs no GPU memory, and combines with every other setting.
@@ -136,8 +136,8 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
 
 def _other_steps(job: Job) -> list[tuple[str, Job]]:
     found: list[tuple[str, Job]] = []
-    # Updates on the device must be deferred (`Policy` refuses other modes), so the other modes are
-    # tried with updates on the CPU.
+    # `Policy` refuses updates on the device in modes other than "deferred": try these modes with
+    # updates on the CPU.
     on = ", on the CPU" if job.policy.update_on == "device" else ""
     here = job.replace(update_on="cpu")
     tried: dict[str, dict[str, Any]] = {}
@@ -150,14 +150,15 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
     elif job.policy.update == "deferred":
         tried = {"update backward": {"update": "backward"}}
     for name, fields in tried.items():
-        # Other fields may refuse a mode: on_nonfinite="skip" of a DeepSpeed configuration does.
+        # `Policy` may refuse a mode because of other fields, as on_nonfinite="skip" of a DeepSpeed
+        # configuration.
         with contextlib.suppress(ValueError):
             found.append((f"{name}{on}", here.replace(**fields)))
     if job.policy.durable:
         once = job.replace(durable=False, generations=job.policy.places, resident=None)
         found.append(("not durable", once))
     elif job.policy.generations == 2:
-        # Without a second generation an update in backward cannot be undone, so this change also
+        # The engine needs a second generation to undo an update in backward, so this change also
         # defers the update.
         update = "update deferred, " if job.policy.speculates else ""
         found.append((f"{update}one generation", job.replace(update="deferred", generations=1)))
@@ -174,8 +175,8 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
 
 def _other_schedules(machine: Machine, job: Job) -> list[tuple[str, Job]]:
     """List the job in the vertical schedule, with the inputs of blocks on the job's tier and on
-    each tier below it. The schedule keeps these inputs for all micro-batches at once, so they may
-    need a larger tier.
+    each lower tier. The schedule retains these inputs for all micro-batches at the same time, so
+    the inputs may need a larger tier.
     """
     if job.vertical or job.micro_batches == 1 or not job.checkpointing:
         return []
@@ -192,9 +193,9 @@ def _other_schedules(machine: Machine, job: Job) -> list[tuple[str, Job]]:
 
 
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
-    """Return the job with the fewest micro-batches (a power of two) with which it fits a device;
-    if no number fits, with the largest number tried. On CPUs, where a device is a part of the RAM,
-    with the fewest that leave enough for the states, if any does.
+    """Return the job with the smallest number of micro-batches, a power of two, that fits a device.
+    If the CPU computes, a device is a part of the RAM: prefer the smallest number that also leaves
+    enough RAM for the states. If no number fits, return the job with the largest number tried.
     """
     best, least = job, None
     for count in job.micro_batch_counts(machine.world):

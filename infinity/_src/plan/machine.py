@@ -1,7 +1,7 @@
-"""Machine of a plan: GPUs, memory and drives of a node, every figure with its source.
+"""Machine of a plan: GPUs, memory and drives of a node, and the source of each figure.
 
-A figure that the user does not give is the maker's figure for the kind of GPU, or was measured by
-`python -m infinity.bench`, or is assumed.
+The user gives a figure, or `python -m infinity.bench` measures it, or the GPU's maker states it, or
+a plan assumes it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 class GpuKind:
     """One kind of GPU.
 
-    mem_bytes: memory that the driver gives to programs. flops_peak: FLOP/s of dense bf16 with fp32
-    sums, as the maker states it. flops: FLOP/s sustained in training; assumed: 0.4 of the peak on
-    H100 and H200, which reach it with large matrices only, 0.54 on A100, 0.6 on consumer cards.
-    hbm_bytes_per_s: of the GPU's memory. pcie_bytes_per_s, peers_bytes_per_s: of one GPU, each way,
-    to the CPU and to other GPUs; peers None: through the CPU's memory. fp32_peak: FLOP/s in fp32
-    without tensor cores, as torch computes unless TF32 is allowed; FP32_SHARE of it is sustained.
+    mem_bytes: memory that the driver gives to programs. flops_peak: the maker's FLOP/s of dense
+    bf16 with fp32 sums. flops: FLOP/s sustained in training; assumed: 0.4 of the peak on H100 and
+    H200, whose peak needs large matrices, 0.54 on A100, 0.6 on consumer cards. hbm_bytes_per_s:
+    bandwidth of the GPU's memory. pcie_bytes_per_s: bandwidth of one GPU's link to the CPU, each
+    way. peers_bytes_per_s: bandwidth of one GPU to other GPUs, each way; None: transfers between
+    GPUs go through the CPU's memory. fp32_peak: FLOP/s in fp32 without tensor cores, which torch
+    uses unless TF32 is allowed; training sustains the share FP32_SHARE.
     """
 
     name: str
@@ -46,7 +47,7 @@ class GpuKind:
     fp32_peak: float
 
 
-# What large pinned copies reach of the 31.5 and 63 GB/s of x16 links.
+# Large pinned copies reach these rates on x16 links of 31.5 and 63 GB/s.
 PCIE4, PCIE5 = 25e9, 50e9
 # Two GPUs share the 450 GB/s, each way, of a Grace CPU's NVLink-C2C.
 C2C = 225e9
@@ -54,7 +55,8 @@ FP32_SHARE = 0.7
 """Share of a GPU's peak in fp32 that training sustains, assumed."""
 
 UNSUPPORTED = ("mi300x", "mi325x", "mi355x", "mi250x")
-"""Kinds that people ask for and from which models cannot be offloaded: AMD's (`memory.device`)."""
+"""AMD's GPUs, from which the engine cannot offload models (`memory.device`): known names, so that
+the error can say so."""
 
 KINDS = {
     kind.name: kind
@@ -84,7 +86,7 @@ def guess_kind(mem_bytes: float | None) -> GpuKind:
     """Guess the kind of a GPU from its memory in bytes; None: an H100."""
     if mem_bytes is None:
         return KINDS["h100"]
-    # The thresholds lie between the memory sizes of the kinds: 24, 32, 80 and 141 GB.
+    # The kinds have 24, 32, 80 and 141 GB; each threshold lies between two of these sizes.
     if mem_bytes <= 30 * GIB:
         return KINDS["rtx4090"]
     if mem_bytes <= 40 * GIB:
@@ -94,7 +96,7 @@ def guess_kind(mem_bytes: float | None) -> GpuKind:
 
 def read_updates(path: Path) -> dict[str, float]:
     """Read the parameters that one core updates per second, by `Policy.state`, from a record of
-    `infinity bench adam --json`. A state that an older record lacks gets its default from
+    `infinity bench adam --json`. If an older record lacks a state, its rate is the default from
     `UPDATES_PER_CORE`, scaled by the record's rate of "exact".
 
     Raises: ValueError if the file cannot be read or is not such a record.
@@ -123,8 +125,8 @@ def read_updates(path: Path) -> dict[str, float]:
 
 
 def host_links(gpus: int) -> int:
-    """Return how many links to the CPU are assumed for this number of GPUs: one each for up to two
-    GPUs; beyond that, each pair shares one link behind a switch.
+    """Return the assumed number of links between the CPU and this number of GPUs: one link for each
+    GPU up to two GPUs, else one link behind a switch for each pair of GPUs.
     """
     return gpus if gpus <= 2 else -(-gpus // 2)
 
@@ -144,9 +146,7 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "read": (6.8e9, "PCIe 4 drives"),
     "write": (5.0e9, "PCIe 4 drives"),
 }
-"""Values of figures that are not given: (value, the text of its source). `KINDS` has the values of
-GPUs.
-"""
+"""Assumed figures: (value, text of the source). `KINDS` has the figures of GPUs."""
 
 POSITIVE = (
     "gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "flops_peak_per_gpu", "pcie_per_gpu",
@@ -159,40 +159,42 @@ UPDATES_PER_CORE = {"exact": 0.507e9, "bf16": 0.400e9, "compact": 0.248e9}
 AVX-512 (bench/results/kernels.jsonl)."""
 
 CHECKSUMS_PER_CORE = 12.7e9
-"""Bytes that one core sums per second beside an "exact" update. The core updates 0.507e9 parameters
-per second without checksums and 0.259e9 with checksums of 24 bytes for each:
-24 / (1 / 0.259e9 - 1 / 0.507e9)."""
+"""Bytes per second of which one core computes checksums during an "exact" update. A core updates
+0.507e9 parameters per second without checksums, and 0.259e9 with checksums of 24 bytes for each
+parameter: 24 / (1 / 0.259e9 - 1 / 0.507e9)."""
 
 LINK = 100e9 / 8
-"""Bytes per second between a node and the others, each way; assumed: 100 Gbit/s."""
+"""Bytes per second between one node and all other nodes, each way; assumed: 100 Gbit/s."""
 
 CPU_FLOPS = 200e9
-"""Sustained FLOP/s where the CPU computes; assumed."""
+"""Sustained FLOP/s if the CPU computes; assumed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """One node, and the number of such nodes. Rates are bytes per second or FLOP/s.
 
-    gpus: of a node; 0: the CPU computes, in `processes` processes, and device memory is a part of
-        the RAM.
-    gpu_mem_bytes: of one GPU. None: there is none.
-    drives: of a node, for wear and for the prediction with another drive.
-    read_bytes_per_s, write_bytes_per_s: of all drives of a node together. shared: reads and writes
-        take each other's time.
-    flops_per_gpu: sustained. flops_peak_per_gpu: the peak, for MFU.
-    pcie_per_gpu: of one GPU's link to the CPU, each way. pcie_host: of all these links together;
-        None: beyond two GPUs each pair shares one link.
-    peers_per_gpu: of one GPU to other GPUs, each way; None: through the CPU's memory.
-    hbm_per_gpu: of one GPU's memory.
-    tbw_per_drive: bytes written that one drive is rated for.
+    gpus: GPUs of a node; 0: the CPU computes, in `processes` processes, and device memory is a part
+        of the RAM.
+    gpu_mem_bytes: memory of one GPU; None without GPUs.
+    drives: drives of a node, for wear and for the prediction with another drive.
+    read_bytes_per_s, write_bytes_per_s: bandwidth of all drives of a node together. shared: True if
+        reads and writes share the drives' time.
+    flops_per_gpu: sustained FLOP/s of one GPU. flops_peak_per_gpu: peak of one GPU, for MFU.
+    pcie_per_gpu: bandwidth of one GPU's link to the CPU, each way. pcie_host: bandwidth of all
+        these links together; None: beyond two GPUs each pair shares one link.
+    peers_per_gpu: bandwidth of one GPU to other GPUs, each way; None: transfers between GPUs go
+        through the CPU's memory.
+    hbm_per_gpu: bandwidth of one GPU's memory.
+    tbw_per_drive: bytes that one drive is rated to write in its life.
     nvme_bytes: capacity for states; None: not known.
-    busiest_share: share of the data that lies on the drive with most of it; data is divided by
-        bandwidth. None: all drives have the same share.
-    nodes: of the cluster, all alike. link_bytes_per_s: between one node and the others, each way.
+    busiest_share: share of the data on the drive with the most data (the engine divides data by
+        bandwidth); None: all drives have the same share.
+    nodes: number of such nodes. link_bytes_per_s: bandwidth between one node and all other nodes,
+        each way.
     cores: physical cores of a node. updates_per_core: parameters that one core updates per second,
         by `Policy.state`, without checksums.
-    sources: for each figure "given", "measured (...)", or what is assumed.
+    sources: text for each figure: "given", "measured (...)", or the assumption.
     """
 
     gpus: int
@@ -224,22 +226,23 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """Processes of a node that train: one for each GPU, else `processes`."""
+        """Training processes of a node: one for each GPU; `processes` if the CPU computes."""
         return self.gpus or self.processes
 
     @property
     def world(self) -> int:
-        """Processes that train, of all nodes."""
+        """Training processes of all nodes."""
         return self.nodes * self.ranks
 
     @property
     def device_bytes(self) -> float:
-        """Most memory of one rank's device; on CPUs an even part of the RAM."""
+        """Memory of one rank's device; if the CPU computes, an even part of the RAM."""
         return self.ram_bytes / self.ranks if self.gpu_mem_bytes is None else self.gpu_mem_bytes
 
     @property
     def flops(self) -> float:
-        """Sustained FLOP/s of a node. Without GPUs all processes together have `flops_per_gpu`."""
+        """Sustained FLOP/s of a node. Without GPUs, `flops_per_gpu` is the rate of all processes
+        together."""
         return max(self.gpus, 1) * self.flops_per_gpu
 
     @property
@@ -269,11 +272,11 @@ class Machine:
 
     def with_drives(self, drives: int) -> Machine:
         """Return a copy with this number of drives; bandwidths and capacity scale with it."""
-        # A machine without drives has no figures to scale, so it gets those assumed for one drive.
+        # A machine without drives has no bandwidths to scale: use the figures assumed for a drive.
         factor = drives / self.drives if self.drives else drives
         read = self.read_bytes_per_s if self.drives else ASSUMED["read"][0]
         write = self.write_bytes_per_s if self.drives else ASSUMED["write"][0]
-        room = (
+        capacity = (
             self.nvme_bytes * factor
             if self.nvme_bytes is not None and self.drives
             else self.nvme_bytes
@@ -283,9 +286,9 @@ class Machine:
             drives=drives,
             read_bytes_per_s=read * factor,
             write_bytes_per_s=write * factor,
-            # More drives share the same data, so the busiest one has less of it.
+            # More drives share the same data, so the busiest drive has less.
             busiest_share=self.busiest_share / factor if self.busiest_share else None,
-            nvme_bytes=room,
+            nvme_bytes=capacity,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -293,7 +296,7 @@ class Machine:
 
 
 class Figures(TypedDict, total=False):
-    """Fields of `Machine` that the caller may give, in the units of `Machine`; None: not given."""
+    """Fields of `Machine` that a caller may pass, in the units of `Machine`; None: not passed."""
 
     gpu_mem_bytes: float | None
     read_bytes_per_s: float | None
@@ -329,11 +332,11 @@ def describe_machine(
     """Describe a machine. A figure that is not given comes from the kind of GPU (`gpu`), from a
     record (`bench`, `updates_per_core`), or from assumptions; `Machine.sources` says which.
 
-    ram_bytes: of a node. nvme_bytes: of all drives of a node; None: not known. drives: of a node;
-    None: as many as `bench` measured, else one. bench_name, updates_name: names of the records, for
-    `sources`. ranks: processes where the CPU computes; each GPU has one. float32: GPUs use fp32.
+    ram_bytes, drives, nvme_bytes: RAM, number of drives (None: the number in `bench`, else one) and
+    capacity of all drives of a node. bench_name, updates_name: names of the records for `sources`.
+    ranks: processes of a node if the CPU computes. float32: True if GPUs compute in fp32.
 
-    Raises: ValueError naming the figure and a fix.
+    Raises: ValueError, whose text names the figure and a fix.
     """
     given: dict[str, Any] = {**figures_given}
     _check_ranks(gpus, ranks, nodes, given.get("link_bytes_per_s"))
@@ -351,10 +354,10 @@ def describe_machine(
 
     take(_of_gpus(gpus, kind, whence, given.get("pcie_per_gpu"), float32=float32))
     if not gpus:
-        # Nothing depends on these three where the CPU computes.
+        # If the CPU computes, no prediction depends on these three figures.
         for name in ("flops_peak_per_gpu", "pcie_host", "peers_per_gpu"):
             given.pop(name, None)
-        # It is multiplied by 0 GPUs, but `_check` requires a positive figure.
+        # Predictions multiply this figure by 0 GPUs, but `_check` requires a positive number.
         given["pcie_per_gpu"] = kind.pcie_bytes_per_s
     count, found = _drives(
         drives, given.pop("read_bytes_per_s", None), given.pop("write_bytes_per_s", None),
@@ -370,7 +373,7 @@ def describe_machine(
         drives=count,
         nvme_bytes=nvme_bytes,
         shared=shared,
-        # Each GPU has one rank, so `ranks` counts only where the CPU computes.
+        # Each GPU has one rank, so `ranks` matters only if the CPU computes.
         processes=1 if gpus or ranks is None else ranks,
         nodes=nodes,
         updates_per_core={**UPDATES_PER_CORE, **(updates_per_core or {})},
@@ -414,8 +417,8 @@ def _check_ranks(gpus: int, ranks: int | None, nodes: int, link_bytes_per_s: flo
 
 
 class _Assumed(NamedTuple):
-    """A figure that need not be given: its name in `Machine.sources`, its field, its default, and
-    the source of the default; source "": nothing depends on the figure on this machine.
+    """A figure with a default. name: key in `Machine.sources`. field: field of `Machine`. source:
+    text for `Machine.sources`; "": no prediction for this machine depends on the figure.
     """
 
     name: str
@@ -427,8 +430,8 @@ class _Assumed(NamedTuple):
 def _of_gpus(
     gpus: int, kind: GpuKind, whence: str, pcie: float | None, *, float32: bool
 ) -> Iterator[_Assumed]:
-    """Yield the figures of the GPUs. pcie: the given bytes per second of one GPU's link, or None.
-    float32: they compute in fp32.
+    """Yield the figures of the GPUs. pcie: the user's bytes per second of one GPU's link, or None.
+    float32: True if the GPUs compute in fp32.
     """
     if not gpus:
         yield _Assumed("gpu_mem", "gpu_mem_bytes", None, "")
@@ -438,7 +441,7 @@ def _of_gpus(
     between, peak, flops, how = kind.peers_bytes_per_s, kind.flops_peak, kind.flops, ""
     if float32:
         peak, flops, how = kind.fp32_peak, FP32_SHARE * kind.fp32_peak, " in float32"
-    # Beyond two GPUs the host's links are shared, which the source of `pcie_host` states.
+    # Beyond two GPUs, pairs share links to the CPU; the source of `pcie_host` says so.
     links = host_links(gpus) * (kind.pcie_bytes_per_s if pcie is None else pcie)
     for name, field, default, text, counts in (
         ("gpu_mem", "gpu_mem_bytes", kind.mem_bytes, format_size(kind.mem_bytes), True),
@@ -446,7 +449,7 @@ def _of_gpus(
         ("flops_peak", "flops_peak_per_gpu", peak, f"{peak / 1e12:g} TFLOP/s{how}", True),
         ("pcie", "pcie_per_gpu", kind.pcie_bytes_per_s,
          f"{_rate(kind.pcie_bytes_per_s)} each way", True),
-        # No argument gives it, and it counts only for updates on the device: no source is shown.
+        # No argument sets this figure, and only updates on the device use it: show no source.
         ("hbm", "hbm_per_gpu", kind.hbm_bytes_per_s, "", False),
         ("peers", "peers_per_gpu", between,
          f"{_rate(between)} each way" if between else "through the CPU's memory", gpus > 1),
@@ -457,7 +460,8 @@ def _of_gpus(
 
 
 def _of_node(several: bool, nodes: int, drives: int) -> Iterator[_Assumed]:
-    """Yield the figures of CPUs, links between nodes and wear. several: more than two GPUs."""
+    """Yield the figures of CPUs, links between nodes and wear. several: True for more than two
+    GPUs."""
     more = " of several GPUs" if several else ""
     dram, what = ASSUMED[f"dram{more}"]
     yield _Assumed("dram", "dram_bytes_per_s", dram, f"{_rate(dram)}, assumed: {what}")
@@ -487,7 +491,7 @@ def _drives(
     """
     measured = list(bench.bandwidths.values()) if bench is not None else []
     label = bench_name or "bench"
-    # To assume bandwidths in place of the record's would be a silent fall-back.
+    # Assumed bandwidths would replace the record's without a word, so refuse the record.
     if bench is not None and not measured:
         raise ValueError(
             f"{label} has no bandwidths; write it with: python -m infinity.bench swap --json FILE"
@@ -504,8 +508,8 @@ def _drives(
         sources["drives"] = "1, assumed"
     found: dict[str, Any] = {}
     if measured:
-        # The engine divides data over drives by this harmonic mean (`memory.swap_space`). A drive
-        # that was not measured is assumed to be like the measured ones.
+        # The engine divides data over drives by this harmonic mean (`memory.swap_space`). A plan
+        # assumes that drives which were not measured resemble the measured drives.
         speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]
         found["busiest_share"] = max(speeds) / sum(speeds) * len(measured) / count
     for index, (name, given) in enumerate((("read", read), ("write", write))):
@@ -514,7 +518,7 @@ def _drives(
             scaled = (
                 f", scaled from {len(measured)} drives to {count}" if count != len(measured) else ""
             )
-            # Each drive more or fewer counts as the mean of the measured drives.
+            # Scale the mean of the measured drives to `count` drives.
             value = sum(pair[index] for pair in measured) * count / len(measured)
             source = f"measured ({label}{scaled})"
         elif value is None:
@@ -531,7 +535,7 @@ def _check(machine: Machine) -> None:
         raise ValueError(
             f"--gpus {machine.gpus}, --drives {machine.drives}: give numbers of 0 or more"
         )
-    # None is valid: no links between GPUs, or a host link that follows from the GPUs' links.
+    # None is valid for peers_per_gpu (no direct links) and pcie_host (from the GPUs' links).
     figures = [name for name in POSITIVE if getattr(machine, name) is not None]
     for name in figures:
         value = getattr(machine, name)

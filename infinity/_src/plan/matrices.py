@@ -1,18 +1,18 @@
-"""Work of an optimizer of whole matrices in a plan: `inf.Muon`.
+"""Work that an optimizer of whole matrices (`inf.Muon`) adds to a step.
 
-    drives          `moves_of`: the first update of a step moves the momentum of each chunk with a
-                    part of a matrix. The second one moves the masters, and all of a chunk with a
-                    part of another parameter.
-    compute         Newton-Schulz, each matrix on its owner: an even part of the flops on each rank,
-                    and no less than the largest matrix takes
-    links           to a GPU each matrix goes up and comes down, in the dtype of its gradient; among
-                    ranks each part goes to the owner, and the result's part comes back
-    device memory   on a GPU: what the engine wants free (`whole_matrices.device_bytes`): a matrix
-                    and scratch, on several ranks also whole matrices of the units that are
-                    exchanged at once. The budget (`Policy.ram`) has the memory of a CPU that
-                    computes.
+    drives          `moves_of`: the first update of a step reads and writes the momentum of chunks
+                    with a part of a matrix. The second update reads and writes the masters, and
+                    every section of a chunk with a part of another parameter.
+    compute         the owner of a matrix runs Newton-Schulz: each rank has an even part of the
+                    flops, and at least the flops of the largest matrix
+    links           a GPU receives each matrix from the CPU and sends it back, in the dtype of the
+                    gradient; among ranks, each rank sends its part to the owner, and the owner
+                    sends that part of the result back
+    device memory   on a GPU, the bytes of `whole_matrices.device_bytes`: a matrix and scratch; on
+                    several ranks also the whole matrices of the units that are exchanged at the
+                    same time. If the CPU computes, this memory is in the budget (`Policy.ram`).
 
-The update's kernels are assumed to take as long for a parameter as those of AdamW.
+A plan assumes that the update's kernels take as long for a parameter as AdamW's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from infinity.aio import Format
 
 
 class ChunkShares(NamedTuple):
-    """Shares of a flat that lie in chunks with a part of a matrix, of another parameter, of both.
+    """Shares of a FlatParameter in chunks with a part of a matrix, in chunks with a part of another
+    parameter, and in chunks with both (which the first two shares include).
     """
 
     matrices: float
@@ -45,7 +46,7 @@ class ChunkShares(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def chunk_shares(flat: FlatShape, world: int, size: int) -> ChunkShares:
-    """Return the shares of a flat in chunks of `size` elements, on `world` ranks together."""
+    """Return the shares of a FlatParameter in chunks of `size` elements, on all `world` ranks."""
     layout = plan_flat(flat.numels, flat.dtype.itemsize, world, size)
     of_matrix = np.array([bool(shape) for shape in flat.matrices])
     numels = layout.chunks.numels
@@ -60,7 +61,7 @@ def chunk_shares(flat: FlatShape, world: int, size: int) -> ChunkShares:
 
 
 def moves_of(held: Format, shares: ChunkShares) -> Moves:
-    """Return how often a step's two updates move each section of a flat."""
+    """Return the share of each section that the first and the second update of a step move."""
     momentum = sections_updated(held, Algorithm.MUON_MOMENTUM)
     masters = sections_updated(held, Algorithm.MUON)
     found = []
@@ -71,11 +72,11 @@ def moves_of(held: Format, shares: ChunkShares) -> Moves:
 
 
 class MatrixWork(NamedTuple):
-    """Work of one step on whole matrices; zeros where the optimizer has none.
+    """Work of one step on whole matrices; zeros if the optimizer updates none.
 
-    numel: elements of all matrices. flops: of Newton-Schulz, over all nodes; largest_flops: of one
-    matrix. grad_bytes: of the matrices' gradients, in whose memory matrices lie. device_bytes: of
-    memory of one GPU.
+    numel: elements of all matrices. flops: floating-point operations of Newton-Schulz, over all
+    nodes. largest_flops: the same for the largest matrix. grad_bytes: bytes of the matrices'
+    gradients, which the matrices overwrite. device_bytes: memory of one GPU.
     """
 
     numel: int = 0
@@ -89,8 +90,8 @@ class MatrixWork(NamedTuple):
         return max(self.flops / machine.world, self.largest_flops) * machine.ranks / machine.flops
 
     def received(self, machine: Machine) -> tuple[float, float]:
-        """Return the bytes that one rank receives of the matrices that it owns, or of its parts of
-        the results: (from its node, from other nodes)."""
+        """Return the bytes that a rank receives when ranks send matrices to their owners: (from its
+        node, from other nodes). Owners send the same number of bytes back."""
         of_rank = self.grad_bytes / machine.world**2
         return (machine.ranks - 1) * of_rank, (machine.world - machine.ranks) * of_rank
 
@@ -102,7 +103,7 @@ def matrix_work(shape: JobShape, machine: Machine, job: Job) -> MatrixWork:
 
 
 def _count(shape: JobShape, machine: Machine, job: Job) -> MatrixWork:
-    numel = total = largest = grad_bytes = room = 0
+    numel = total = largest = grad_bytes = memory = 0
     for unit, run in shape.runs:
         of_unit = [matrix for flat in unit.flats for matrix in flat.matrices if matrix]
         for flat in unit.flats:
@@ -113,5 +114,5 @@ def _count(shape: JobShape, machine: Machine, job: Job) -> MatrixWork:
                 each = flops(*matrix[-2:])
                 total += len(run) * math.prod(matrix[:-2]) * each
                 largest = max(largest, each)
-                room = max(room, device_bytes(matrix, of_unit, itemsize, machine.world))
-    return MatrixWork(numel, total, largest, grad_bytes, room if machine.gpus else 0)
+                memory = max(memory, device_bytes(matrix, of_unit, itemsize, machine.world))
+    return MatrixWork(numel, total, largest, grad_bytes, memory if machine.gpus else 0)

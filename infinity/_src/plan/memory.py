@@ -1,12 +1,12 @@
-"""Memory that a plan takes: placement of the states of each rank, and device memory, part by part.
+"""Memory that a job needs: placement of the states of each rank, and device memory, part by part.
 
 The engine's planner places the states (`memory.ram_budget`). A model of 400 billion parameters has
-a million chunks. A plan has coarser pieces, at most about `PIECES_MAX` in all, which moves the
-border between resident and spilled states by about one part in a thousand. Staging buffers of
-pieces are larger than those of chunks; a plan counts the buffers of chunks.
+a million chunks. A plan places coarser pieces instead, about `PIECES_MAX` at most, which moves the
+border between resident and spilled states by about one part in a thousand. Staging buffers for
+pieces are larger than for chunks; a plan counts the buffers for chunks.
 
-Device memory is the memory of one GPU or, where the CPU computes, a part of the RAM, outside of the
-budget. Its parts, each at its peak in a step:
+Device memory is the memory of one GPU. If the CPU computes, it is a part of the RAM, outside of the
+budget. The parts of device memory, each at its peak in a step:
 
     gathered units       the unit in use and units gathered ahead of it, within the engine's bound
                          (`memory.device_capacity`); all units where whole parameters stay on the
@@ -14,41 +14,43 @@ budget. Its parts, each at its peak in a step:
     shards on the device several ranks: this rank's share of the node's copy (hpZ), or of parameters
                          that stay on the device under stage 3
     exchange buffers     several ranks: the largest unit's gradients before reduction, the parts
-                         received from other ranks, and their codes
+                         received from other ranks, and the quantized codes of both
     fresh gradients      gradients of the unit in backward and of units whose gradients are being
                          copied off or reduced, within the engine's bound; vertical schedule: one
                          parameter's gradient of one micro-batch, and its copy in the dtype of sums
-    sums of gradients    sums of earlier micro-batches, which return to a GPU to be added to: whole
-                         sums of SUMS_UNITS units or, on several ranks, this rank's parts of the
-                         units in reduction; vertical schedule: sums of the block in backward and of
-                         blocks whose sums are being copied off or reduced
+    sums of gradients    sums of earlier micro-batches, copied back to a GPU, which adds the next
+                         gradients: whole sums of SUMS_UNITS units or, on several ranks, this rank's
+                         parts of the units in reduction; vertical schedule: sums of the block in
+                         backward and of blocks whose sums are being copied off or reduced
     errors on their way  qgZ on a GPU: error feedback of the units in reduction
-    inputs of blocks     retained for recomputation, one for each layer; only the last few where
-                         they wait on the CPU or on drives; vertical schedule: of all micro-batches
+    inputs of blocks     retained for recomputation, one for each layer; only the last few if the
+                         policy stores activations on the CPU or on drives; vertical schedule: of
+                         all micro-batches
     one boundary         vertical schedule: inputs and outputs of the current block for all
                          micro-batches, and the outputs concatenated; or the gradients of these
-    one block at work,   activations of one block in backward, or the logits and their loss: the
-    or logits and loss   larger, since they exist at different times; without checkpointing all
-                         blocks and the logits
-    matrices in update   GPU, optimizer of whole matrices: those of the units that are exchanged at
-                         once, and scratch (`plan.matrices`)
+    one block at work,   the larger of: activations of one block in backward, logits and loss (they
+    or logits and loss   exist at different times); without checkpointing: activations of all
+                         blocks, and logits and loss
+    matrices in update   GPU, optimizer of whole matrices: the matrices of the units that are
+                         exchanged at the same time, and scratch (`plan.matrices`)
     states in update     update on the GPU: chunks being read, updated and written
-    tuning of tiles      where Triton computes tiles: memory to measure a kernel's configurations,
-                         at the first product of a shape
+    tuning of tiles      if Triton computes tiles: memory to measure a kernel's configurations at
+                         the first product of each shape
     CUDA and libraries   context, kernels and cuBLAS workspaces; with several ranks NCCL's buffers
                          (assumed)
 
 In the vertical schedule a block stays gathered, with all its units and tiles, until the last
-micro-batch has passed it, and so do its gradients. On a device without capacity for all of them, as
-many units stay as fit (`memory.device_capacity.retained_capacity`).
+micro-batch has passed it, and its gradients stay on the device as long. If the device has no
+capacity for all units of a block, as many units stay as fit
+(`memory.device_capacity.retained_capacity`).
 
-Activations are estimates (`plan.workload`). Fragmentation of the allocator is not counted.
+Activations are estimates (`plan.workload`). A plan does not count fragmentation of the allocator.
 
 The ranks of a node take RAM in addition to their budgets, `Policy.ram`: records of chunks and
-units, and more in each phase (`memory.host_overhead`). A node needs capacity for the whole budgets
-and the peak of this overhead. That is conservative for the fill, during which no gradients exist.
-Not counted: the interpreter, torch, CUDA's host memory, memory of the training loop, and memory of
-a source that converts tensors. The size of the last depends on the files; `inf.offload` counts it.
+units, and more in each phase (`memory.host_overhead`). A node needs RAM for the whole budgets and
+the peak of this overhead. That is conservative for the fill, during which no gradients exist. A
+plan does not count the interpreter, torch, CUDA's host memory, memory of the training loop, and
+memory of a source that converts tensors, which depends on the files (`inf.offload` counts it).
 """
 
 from __future__ import annotations
@@ -104,8 +106,8 @@ from infinity.errors import BudgetError
 
 
 PIECES_MAX = 2048
-"""Pieces that `_grain` aims at. A piece is about one part in a thousand of the model, which is the
-resolution of the resident share.
+"""Largest number of pieces of a rank, about. A piece is then about one part in a thousand of the
+model, which is the resolution of the resident share.
 """
 
 
@@ -125,8 +127,8 @@ class TierBytes:
 
 
 def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, TierBytes]:
-    """Return the bytes that each rank holds in addition to its placed states, by name, without
-    zeros. Empty for one rank.
+    """Return the bytes that each rank holds in addition to its placed states, by name. Zeros are
+    left out; a single rank has none.
     """
     if machine.world == 1:
         return {}
@@ -135,7 +137,7 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
     ]
     trained = [each for each in flats if each[0].trainable]
     found = {}
-    # Inside `no_sync` every rank adds up whole gradients, which are reduced once.
+    # Inside `no_sync` every rank adds up whole gradients; the ranks reduce the sums once.
     if job.policy.accumulates_locally:
         whole = sum(
             count * round_up(machine.world * shard * job.grad_itemsize(flat.dtype), 64)
@@ -144,8 +146,8 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
         found["whole sums of gradients"] = TierBytes(cpu=float(whole))
     shards = float(sum(count * shard * flat.dtype.itemsize for flat, shard, count in flats))
     if job.policy.hpz:
-        # A rank also keeps the shards of its counterparts, one from each node, so each node has
-        # every value once.
+        # Counterparts are the ranks with the same local rank on other nodes. A rank also keeps the
+        # shards of its counterparts, so each node has every value once.
         copy = machine.nodes * shards
         found["the node's copy (hpZ)"] = (
             TierBytes(device=copy) if job.policy.hpz == "device" else TierBytes(cpu=copy)
@@ -153,13 +155,14 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
     elif job.policy.params == "device" and not job.whole_params(machine.world):
         found["shards kept on the device"] = TierBytes(device=shards)
     if job.policy.qgz and job.policy.error_feedback:
-        # Gradients are quantized twice: whole inside the node, then as the node's sums for other
-        # nodes. Each level has separate errors. One rank per node, or one node, has one level.
+        # Ranks quantize gradients twice: whole gradients inside the node, then the node's sums for
+        # other nodes. Each level has separate errors. With one rank per node, or on one node, there
+        # is one level.
         turns = min(machine.nodes, machine.ranks) > 1
         numel = sum(
             count * (machine.world + turns * machine.nodes) * shard for _, shard, count in trained
         )
-        # Errors have 2 bytes each (`Policy.error_feedback`).
+        # Each error is stored in 2 bytes (`Policy.error_feedback`).
         found["errors fed back (qgZ)"] = TierBytes(cpu=2.0 * numel)
     return {name: size for name, size in found.items() if size}
 
@@ -167,9 +170,9 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
 def place_states(
     shape: JobShape, machine: Machine, job: Job, budget: int
 ) -> tuple[list[PlannedNeed], PlacementPlan]:
-    """Return the needs of one rank and their placement under its `budget` of bytes. If the budget
-    is too small, return the smallest placement; its `ram_bytes` exceed the budget. Neither counts
-    the bytes of `beside_placement`.
+    """Return the needs of one rank and their placement under `budget` bytes of RAM. If the budget
+    is too small, return the smallest placement, whose `ram_bytes` exceed the budget. Neither result
+    counts the bytes of `beside_placement`.
     """
     fine = _needs(shape, machine, job, 1, least=True)
     needs = _needs(shape, machine, job, _grain(shape, machine.world, job.policy.state))
@@ -178,7 +181,8 @@ def place_states(
 
     scratch = _windows_bytes(shape, machine, job) + _matrix_scratch_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
-    # As in the engine's planner: gradients of a speculative update wait like deferred ones.
+    # As in the engine's planner: gradients of a speculative update are stored until the step, like
+    # gradients of a deferred update.
     load = StepLoad(
         job.policy.placement_update, job.passes, bandwidths
     )
@@ -190,7 +194,7 @@ def place_states(
             which,
             ram_bytes,
             drive_count=machine.drives,
-            # The norm of a gradient is computed in pieces, each widened to fp32.
+            # The engine computes the norm of a gradient in pieces, and widens each to fp32.
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + scratch,
             resident=job.policy.resident_parts,
             load=load,
@@ -199,7 +203,7 @@ def place_states(
         )
 
     def chunked(found: PlacementPlan) -> PlacementPlan:
-        """Replace the pools of coarse pieces by the pools that the engine's chunks need."""
+        """Replace the pools for coarse pieces with the pools that the engine's chunks need."""
         if not found.pool_bytes:
             return found
         spill = [need.spill_format is not None for need in fine] if any(found.spilled) else None
@@ -208,15 +212,15 @@ def place_states(
     try:
         found = plan(needs, max(budget, 0))
     except BudgetError as error:
-        # Pools of coarse pieces differ from the engine's, so either placement may be the smaller.
+        # Pools of coarse pieces differ from the engine's, so either placement may be smaller.
         ways = [plan(needs, error.smallest_bytes), plan(needs, None)]
         found = min(ways, key=lambda way: chunked(way).ram_bytes)
         if chunked(found).ram_bytes > budget:
             return needs, chunked(found)
     if found.pool_bytes:
-        # Staging buffers of coarse pieces are larger than the engine's; the difference is capacity
-        # for states. A placement without pools has no such difference, and would exceed the budget.
-        # If another choice of spilled gradients needs even more, keep the placement found first.
+        # Staging buffers of coarse pieces are larger than the engine's; use the difference for
+        # states. A placement without pools has no such difference, and would exceed the budget. If
+        # the planner spills other gradients and needs even more, keep the first placement.
         with contextlib.suppress(BudgetError):
             larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
             found = larger if larger.pool_bytes else found
@@ -249,7 +253,7 @@ def _windows_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
 
 
 def _matrix_scratch_bytes(shape: JobShape, machine: Machine, job: Job) -> int:
-    """Return the bytes of RAM in which an optimizer of whole matrices works; see
+    """Return the bytes of RAM that an optimizer of whole matrices needs as scratch; see
     `Matrixwise.scratch_bytes`.
     """
     found, world = [(0, 0, 0)], 1 if machine.gpus else machine.world
@@ -262,7 +266,7 @@ def _matrix_scratch_bytes(shape: JobShape, machine: Machine, job: Job) -> int:
 
 
 def _grad_sizes(unit: UnitShape, job: Job) -> tuple[int, ...]:
-    """Return the bytes of the unit's gradients, in the dtype in which they wait."""
+    """Return the bytes of the unit's gradients, in the dtype in which the engine stores them."""
     return tuple(
         numel * job.grad_itemsize(flat.dtype)
         for flat in unit.flats
@@ -282,7 +286,7 @@ def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
 
 
 def _grain(shape: ModelShape, ranks: int, state: str) -> int:
-    """Return how many chunks form one piece, so that a rank has about PIECES_MAX pieces."""
+    """Return the number of chunks in a piece with which a rank has about PIECES_MAX pieces."""
     pieces = 0
     for flat, count in shape.kinds_of_flats:
         held = state_format(state, flat.dtype) if flat.trainable else None
@@ -294,11 +298,10 @@ def _grain(shape: ModelShape, ranks: int, state: str) -> int:
 class Placed:
     """Placement of one rank's states in its part of a node's RAM, and all other uses of RAM.
 
-    waiting, spilled: bytes of activations of all ranks of a node, in RAM and on drives. on_device:
-    bytes of device memory in RAM, of all ranks. beside: parts of `beside_placement`; held: the RAM
-    in them. outside: RAM in addition to the budgets.
-    left: bytes of RAM that one rank has for its placement and `held`. needs, plan: results of
-    `place_states`.
+    waiting, spilled: bytes of stored activations of all ranks of a node, in RAM and on drives.
+    on_device: bytes of device memory in RAM, for all ranks. beside: parts of `beside_placement`.
+    held: RAM in the parts `beside`. outside: RAM in addition to the budgets. left: bytes of RAM
+    that one rank has for its placement and `held`. needs, plan: results of `place_states`.
     """
 
     waiting: float
@@ -313,8 +316,8 @@ class Placed:
 
 
 def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
-    """Place the states of one rank. The ranks of a node divide its RAM evenly, after activations,
-    host overhead and, where the CPU computes, device memory are subtracted.
+    """Place the states of one rank. Each rank of a node has an even part of the RAM that remains
+    after activations, host overhead and, if the CPU computes, device memory.
     """
     boundary = boundary_bytes(shape, machine, job)
     waiting = boundary if job.policy.activations == "cpu" else 0.0
@@ -329,8 +332,8 @@ def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
 
 
 def boundary_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
-    """Return the bytes of the inputs of checkpointed blocks of one pass, of all ranks of a node.
-    Other activations stay with autograd, so without checkpointing none can leave the device.
+    """Return the bytes of the inputs of checkpointed blocks in one pass, on all ranks of a node.
+    Autograd holds all other activations, so without checkpointing none can leave the device.
     """
     tokens = machine.ranks * job.pass_tokens(machine.world) if job.checkpointing else 0
     return float(tokens * shape.boundary_bytes_per_token)
@@ -339,8 +342,8 @@ def boundary_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
 def _needs(
     shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False
 ) -> list[PlannedNeed]:
-    """Return the FlatParameters as the placement sees them. grain: chunks in a piece. least: only
-    one chunk of each kind, which is enough to find the sizes of staging buffers.
+    """Return the FlatParameters as the planner takes them. grain: chunks in a piece. least: return
+    only one chunk of each kind, which is enough to find the sizes of staging buffers.
     """
     needs: list[PlannedNeed] = []
     seen: set[tuple[object, ...]] = set()
@@ -351,8 +354,8 @@ def _needs(
         size = chunk * grain
         layout = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
         if least:
-            # A staging buffer is as large as the largest chunk. The largest of one chunk of each
-            # format, dtype and length equals the largest of all.
+            # A staging buffer is as large as the largest chunk, and one chunk of each format, dtype
+            # and length is enough to find the largest.
             kind = (held, flat.dtype, min(layout.shard_numel, size))
             if kind in seen:
                 continue
@@ -372,7 +375,8 @@ def _needs(
 
 @dataclasses.dataclass(frozen=True)
 class PlannedNeed(FlatNeed):
-    """A need whose chunks are pieces of a plan. moves: of its sections; empty: each once."""
+    """A need whose chunks are a plan's pieces. moves: shares of each section that the updates move;
+    empty: one update moves each section."""
 
     moves: Moves = ()
 
@@ -416,7 +420,8 @@ def bytes_at_rest(needs: Sequence[PlannedNeed], plan: PlacementPlan) -> tuple[At
             first = "params" if need.held else "frozen"
             other = "grads" if need.kind(index) == "grad" else "optim"
             size = float(count * section.size_bytes(numel))
-            # A flat's window is read and written once more, for the matrices in it.
+            # `moves` has no entry for a section of spilled gradients. A step reads and writes that
+            # section once more if the FlatParameter has matrices.
             once_more = (float(bool(need.moves)), 1.0)
             first_moves, moves = (*need.moves, once_more)[min(index, len(need.moves))]
             for totals in found if mask >> index & 1 else found[:1]:
@@ -440,31 +445,29 @@ def spare_bytes(needs: Sequence[FlatNeed], plan: PlacementPlan) -> int:
 
 
 CUDA_BYTES = 640 * MIB
-"""GPU memory of a process before it computes anything: context, kernels, cuBLAS workspaces
-(assumed).
-"""
+"""GPU memory of CUDA's context, kernels and cuBLAS workspaces in one process (assumed)."""
 
 NCCL_BYTES = 512 * MIB
-"""GPU memory of NCCL, in addition (assumed)."""
+"""GPU memory of NCCL's buffers in one process (assumed)."""
 
 TUNING_BYTES = 256 * MIB
 """GPU memory that Triton's benchmark overwrites before each run to clear the L2 cache."""
 
 CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
-"""Chunks of states that are on a GPU at once when it updates them: being copied in, updated, copied
-out.
+"""Chunks of states on a GPU at the same time during an update on the GPU: chunks that are being
+copied in, updated, or copied out.
 """
 
 TILES = (2, 4, 8, 16, 32, 64)
 """Numbers of tiles of a linear to try."""
 WORDS = (8192, 2048)
-"""Words of the vocabulary in one tile of the loss to try."""
+"""Numbers of vocabulary entries in one tile of the loss to try."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Bytes needed of one kind of memory, and its parts. there_is: bytes that the machine has; None
-    if not known.
+    """Bytes that a job needs of one kind of memory. parts: the same bytes by name. there_is: bytes
+    that the machine has; None: not known.
     """
 
     bytes: float
@@ -473,7 +476,7 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        """True if the machine has enough, or if its capacity is not known."""
+        """True if the machine has enough memory, or if its capacity is not known."""
         return self.there_is is None or self.bytes <= self.there_is
 
 
@@ -481,7 +484,8 @@ class Need:
 class Way:
     """One change after which a job fits its GPU.
 
-    how: the call or setting that makes the change. job: the changed job. need: its device memory.
+    how: the call or setting that makes the change. job: the changed job. need: device memory of the
+    changed job.
     """
 
     name: str
@@ -491,18 +495,19 @@ class Way:
 
 
 def tile_counts(shape: ModelShape, job: Job) -> tuple[int, ...]:
-    """Return the numbers of tiles of linears to try: none if the optimizer needs whole matrices."""
+    """Return the numbers of tiles of linears to try; empty if the optimizer needs whole matrices.
+    """
     return TILES if shape.has_linears and job.optimizer == "adamw" else ()
 
 
 def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
-    """Return the number of tiles of the loss, each with at most `words` words of the vocabulary."""
+    """Return the number of tiles of the loss with at most `words` vocabulary entries in a tile."""
     return max(1, -(-shape.vocabulary // words))
 
 
 def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
     """Count the bytes of device memory of one rank, by the parts of the module's table. model: the
-    uncut shape; the job's tiles of experts are applied here.
+    uncut shape; this function cuts it into the job's tiles of experts.
     """
     shape = shape_in(job, model)
     units = _units(shape, machine, job)
@@ -522,7 +527,7 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
     if machine.gpus:
         if job.policy.update_on == "device":
             numel = chunk_numel(Format.SPLIT)
-            # An element has 12 B of states and 2 B of gradient.
+            # Each element takes 12 B of states and 2 B of gradient.
             parts["states in update"] = float(CHUNKS_IN_UPDATE * numel * 14)
         parts["tuning of tiles"] = _tuning_bytes(shape, job, machine.world)
         parts["CUDA and libraries (assumed)"] = float(
@@ -533,19 +538,19 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
 
 
 def device_in_ram(model: ModelShape, machine: Machine, job: Job) -> float:
-    """Return the bytes of a node's RAM that are device memory: where the CPU computes."""
+    """Return the bytes of a node's RAM that are device memory; zero unless the CPU computes."""
     return 0.0 if machine.gpus else machine.ranks * gpu_need(model, machine, job).bytes
 
 
 def beside_budgets(model: ModelShape, machine: Machine, job: Job) -> float:
-    """Return the bytes of a node's RAM that are in no budget, activations that wait apart."""
+    """Return the bytes of a node's RAM that are in no budget, without stored activations."""
     beside = ram_beside(shape_in(job, model), machine, job).peak
     return beside + device_in_ram(model, machine, job)
 
 
 def _tuning_bytes(shape: JobShape, job: Job, world: int) -> float:
-    """Count the bytes that Triton takes while it measures the products of tiles: its buffer, and a
-    copy of the output that a product adds to.
+    """Count the bytes that Triton takes while it measures the products of tiles: a buffer that
+    clears the L2 cache, and a copy of the output to which the product is added.
     """
     if not any(map(choice.may_be_triton, ("tile_matmul", "linear_cross_entropy"))):
         return 0.0
@@ -555,7 +560,7 @@ def _tuning_bytes(shape: JobShape, job: Job, world: int) -> float:
         tiles = shape.tiles_of(linear, tiles=job.tiles, loss_tiles=job.loss_tiles)
         if tiles > 1:
             rows = -(-linear.out_features // tiles)
-            # Sums are fp32: of a tile's output, of the input's gradient, of the weight's gradient.
+            # The output is fp32: a tile's output, the input's gradient, or the weight's gradient.
             output = max(tokens * max(rows, linear.in_features), rows * linear.in_features)
             copies.append(4.0 * output)
     return TUNING_BYTES + max(copies) if copies else 0.0
@@ -572,7 +577,7 @@ def _passes(machine: Machine, job: Job) -> Passes:
 
 
 def _units(shape: JobShape, machine: Machine, job: Job) -> list[UnitBytes]:
-    # The shape keeps the list, so in what it remembers the list's id stands for the tiles.
+    # `ModelShape.remember` keeps this list alive, so callers may use the list's id in their keys.
     return shape.unit_bytes(job.tiles, job.loss_tiles, machine.world, in_slices=job.vertical)
 
 
@@ -602,7 +607,7 @@ def _gradients(
         ("largest gradient", id(units)),
         lambda: max((size for unit in units for size in unit.grads), default=0),
     )
-    # All parameters of a model, or nearly all, have one dtype: assume each dtype for the largest.
+    # The largest gradient may have any dtype of the trained parameters: take the largest result.
     trained = [flat.dtype for flat, _ in shape.kinds_of_flats if flat.trainable]
     widths = {dtype.itemsize: job.grad_itemsize(dtype) for dtype in trained}
     slices = max((slice_grad_bytes(largest, *each) for each in widths.items()), default=0)
@@ -612,7 +617,8 @@ def _gradients(
 def _returning_bytes(
     shape: ModelShape, machine: Machine, job: Job, units: Sequence[UnitBytes]
 ) -> dict[str, float]:
-    """Count the bytes that return from CPU memory to a GPU in backward: sums, and error feedback.
+    """Count the bytes that a GPU copies back from CPU memory in backward: sums of gradients, and
+    error feedback.
     """
 
     def capacity(count: int) -> int:
@@ -620,7 +626,7 @@ def _returning_bytes(
         return shape.remember(key, lambda: gradients_capacity(units, count))
 
     found = {}
-    # The unit in backward, and REDUCING_UNITS whose reductions may still run.
+    # Gradients of the unit in backward, and of REDUCING_UNITS units whose reductions may still run.
     reducing = capacity(REDUCING_UNITS)
     if job.passes > 1:
         if machine.world == 1 or job.policy.accumulates_locally:
@@ -628,24 +634,24 @@ def _returning_bytes(
         else:
             found["sums of gradients"] = reducing / machine.world
     if job.policy.qgz and job.policy.error_feedback and machine.world > 1:
-        # As in `beside_placement`: several nodes with several ranks each quantize at two levels.
+        # Several nodes with several ranks each quantize at two levels (see `beside_placement`).
         turns = min(machine.nodes, machine.ranks) > 1
         found["errors on their way"] = reducing * (1 + turns / machine.ranks)
     return found
 
 
 def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
-    """Count the buffers of the largest unit's collectives in bytes: the whole gradients to reduce,
-    the parts received from other ranks, and codes. largest: its gathered bytes.
+    """Count the bytes of the buffers for the largest unit's collectives: the whole gradients to
+    reduce, the parts received from other ranks, and codes. largest: gathered bytes of that unit.
     """
     if machine.world == 1:
         return 0.0
-    # As shares of bf16 values: int4 codes of gradients, sent and received (twice 1/4); int8 codes
-    # of weights (1/2).
+    # Codes as shares of bf16 values: int4 gradients, sent and received (twice 1/4); int8 weights
+    # (1/2).
     coded = (0.5 if job.policy.qgz else 0.0) + (0.5 if job.policy.qwz else 0.0)
-    # The node's sums of the parts of this rank's counterparts are fp32, twice as wide.
+    # The sums that this rank computes inside the node for other nodes are fp32, twice as wide.
     partial = 2.0 / machine.ranks if job.policy.qgz and machine.nodes > 1 else 0.0
-    # Under qgZ other ranks send codes, so no second whole is needed.
+    # Without qgZ the received parts need a second buffer; under qgZ ranks send codes instead.
     return ((1.0 if job.policy.qgz else 2.0) + coded + partial) * largest
 
 
@@ -657,8 +663,8 @@ def gathered_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
 
 
 def again_share(shape: JobShape, machine: Machine, job: Job) -> float:
-    """Return the share of the parameters that the vertical schedule gathers for each micro-batch,
-    because the device has no capacity to retain them. 0.0 in the horizontal schedule.
+    """Return the share of the parameters that the vertical schedule gathers separately for each
+    micro-batch, because the device has no capacity to retain them; 0.0 in the horizontal schedule.
     """
     if not job.vertical:
         return 0.0
@@ -682,8 +688,8 @@ def activation_bytes(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
     together = job.pass_tokens(machine.world)
     inputs = float(together * shape.boundary_bytes_per_token)
     if job.policy.activations != "device":
-        # The last calls keep their inputs on the device; other inputs leave it once their copy has
-        # arrived.
+        # The inputs of the last HELD_CALLS calls stay on the device. An earlier input is freed on
+        # the device when the copy is complete.
         inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
     found = {"inputs of blocks": inputs}
     if job.vertical:
@@ -696,7 +702,8 @@ def activation_bytes(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
 
 
 def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
-    """List single changes after which a job fits its GPU: of each kind the smallest that is enough.
+    """List single changes after which a job fits its GPU: the smallest sufficient change of each
+    kind.
     """
     found = []
     for options in _options(shape, machine, job):
@@ -710,7 +717,7 @@ def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
 
 
 def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
-    """Count the device memory after the largest change of every kind, all applied together."""
+    """Count the device memory of the job with the largest change of every kind."""
     for options in _options(shape, machine, job):
         if options:
             job = job.replace(**options[-1].fields)
@@ -719,8 +726,8 @@ def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-    """A change to try. how: the call or setting that makes it. fields: new values of the job's
-    fields.
+    """A change to try. how: the call or setting that makes the change. fields: new values of the
+    job's fields.
     """
 
     name: str
@@ -762,8 +769,8 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
             ]
         )
     elif job.policy.activations == "device":
-        # Only inputs of checkpointed blocks can leave the device. Where the CPU computes, CPU
-        # memory is the device's memory: moving them there saves nothing.
+        # Only inputs of checkpointed blocks can leave the device. If the CPU computes, CPU memory
+        # is the device's memory, so activations="cpu" saves nothing.
         tiers = [("cpu", "the CPU")] if machine.gpus else []
         tiers += [("nvme", "the drives")] if machine.drives else []
         found += [
@@ -788,7 +795,7 @@ def _smaller_tiles(shape: ModelShape, job: Job) -> list[_Option]:
 
 
 def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
-    """List larger numbers of micro-batches, with fewer tokens each, down to one sequence."""
+    """List larger numbers of micro-batches, until a micro-batch has one sequence."""
     found = []
     now = job.micro_batch_tokens(machine.world)
     for count in job.micro_batch_counts(machine.world):
@@ -808,12 +815,11 @@ BESIDE_BUDGET = "beside the budget"
 
 @dataclasses.dataclass(frozen=True)
 class RamBeside:
-    """Host overhead of all ranks of a node: bytes of RAM that no budget counts. chunks: of one
-    rank.
+    """Host overhead of all ranks of a node: bytes of RAM that no budget counts.
 
-    held: from set-up on. passing: the most that each phase adds. fill_without_files: the most of a
-    fill from `init=`, a callable or a `TensorSource`, which give whole weights; neither `passing`
-    nor `peak` counts it.
+    chunks: chunks of one rank. held: bytes from set-up until the end. passing: peak of the bytes
+    that each phase adds. fill_without_files: peak of a fill from `init=`, a callable or a
+    `TensorSource`, which return whole weights; neither `passing` nor `peak` counts these bytes.
     """
 
     chunks: int
@@ -823,14 +829,15 @@ class RamBeside:
 
     @property
     def peak(self) -> int:
-        """Most bytes at any time. Phases do not overlap, except that steps run during a save."""
+        """Largest overhead at any time. Phases do not overlap, except that steps run during a save.
+        """
         phases = dict(self.passing)
         together = phases.pop("step") + phases.pop("save")
         return self.held + max(together, *phases.values())
 
 
 def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
-    """Count the host overhead of the ranks of a node. Does not depend on `machine.ram_bytes`."""
+    """Count the host overhead of the ranks of a node, which does not depend on the RAM."""
     ranks, policy = machine.ranks, job.policy
     chunks = 0
     for flat, count in shape.kinds_of_flats:
@@ -838,7 +845,7 @@ def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
         chunks += count * -(-flat.shard_numel(machine.world) // chunk_numel(held or Format.RAW))
     passing = passing_bytes(
         chunks,
-        # An undone speculative update is repeated in the step, together with all others.
+        # The step repeats undone speculative updates, together with all other updates.
         all_at_once=not policy.consumes_grads,
         durable=bool(policy.durable),
         drives=machine.drives,
@@ -862,8 +869,9 @@ def _fill_bytes(shape: JobShape, world: int) -> int:
 
 
 def _weights_bytes(shape: JobShape) -> int:
-    """Count the bytes that stay in memory while the pieces of one weight are filled, or the tiles
-    of one layer's stacks. Linears are whole here, whether the job tiles them or not.
+    """Count the bytes of a whole weight that stay in memory while the engine fills the weight's
+    pieces or, for stacks of experts, the tiles of one layer. `shape` has linears whole, even if the
+    job tiles them.
     """
     kinds = (flat for flat, _ in shape.kinds_of_flats)
     largest = (max(flat.numels, default=0) * flat.dtype.itemsize for flat in kinds)
@@ -877,7 +885,7 @@ def _weights_bytes(shape: JobShape) -> int:
 
 
 def reads_in_parts(machine: Machine) -> bool:
-    """Return whether each rank reads only its part of the source. That needs the same files on all
-    ranks, which the engine knows for the ranks of one node only.
+    """Return whether each rank reads only its part of the source. The engine does so only if all
+    ranks surely see the same files, which is the case on one node.
     """
     return machine.nodes == 1

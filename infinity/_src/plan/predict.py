@@ -1,13 +1,13 @@
-"""Prediction of what a model needs on a machine and how long its step takes, from placement and
-limits alone.
+"""Prediction of the memory that a job needs on a machine and of the time of a step, computed from
+the placement of states and from the limits of the hardware.
 
     seconds per step = limit of the update mode (`infinity._src.memory.roofline`) / EFFICIENCY
 
-No budget counts checkpoints and set-up. Checkpoints are assumed to lie on the same drives as the
-states. Set-up reads parameters from their source and writes them to the drives; it does not write
-moments, which begin as zeros. On one node each rank reads its part of the source. On several nodes
-each rank reads the whole, since the engine does not know whether their files are the same. With
-`init=` set-up reads nothing: each rank draws all values, on one core.
+No budget counts checkpoints and set-up. A plan assumes that checkpoints are on the same drives as
+the states. Set-up reads parameters from their source and writes them to the drives; it does not
+write moments, which begin as zeros. On one node each rank reads its part of the source. On several
+nodes each rank reads the whole source, since the engine does not know whether all nodes have the
+same files. With `init=` set-up reads nothing: each rank draws all values, on one core.
 """
 
 from __future__ import annotations
@@ -58,41 +58,41 @@ from infinity._src.plan.ranks import Exchanges, exchanges
 from infinity._src.plan.workload import Job, JobShape, ModelShape, gathered_share, shape_in
 
 EFFICIENCY = 0.9
-"""Share of the limit that the engine is assumed to reach: a goal of this project, which its
+"""Share of the limit that a plan assumes the engine to reach: a goal of this project, which the
 benchmarks measure.
 """
 
 NEWTON_SCHULZ = "Newton-Schulz"
-"""Name of the term of a step in which matrices are transformed."""
+"""Name of the term of a step in which the optimizer transforms whole matrices."""
 
 PASS_SHARE = 0.5
-"""Share of the memory bandwidth that the engine's passes over data reach where the CPU computes:
-they also compute checksums and updates, and share the cores with forward and backward. Measured on
-two cores (`bench/predict.py`)."""
+"""Share of the memory bandwidth that the engine's passes over data reach if the CPU computes: the
+passes also compute checksums and updates, and share the cores with forward and backward. Measured
+on two cores (`bench/predict.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Needs and times of one job on one machine. Bytes are of all ranks of a node, unless stated
-    otherwise; seconds are of one step.
+    """Needs and times of one job on one machine. Bytes are sums over the ranks of a node, unless
+    stated otherwise; seconds are per step.
 
-    gpu: of one device. ram: includes the host overhead, `ram_beside`, and where the CPU computes
-        the device memory of all ranks. policy_ram: bytes that each rank can have as `Policy.ram`;
-        if they do not suffice, the least that works.
-    at_rest: all states by kind. on_nvme: the part of them on drives. moved: traffic of the drives.
-    copied: between the CPU and all GPUs; zero where the CPU computes.
+    gpu: memory of one device. ram: RAM of a node, including the host overhead `ram_beside` and, if
+        the CPU computes, the device memory of all ranks. policy_ram: largest `Policy.ram` of each
+        rank; if the machine has too little RAM, the smallest that works.
+    at_rest: all states by kind. on_nvme: the part of `at_rest` on drives. moved: traffic of the
+        drives. copied: copies between the CPU and all GPUs; zero if the CPU computes.
     model_flops: floating-point operations of forward and backward, without recomputation, over all
         nodes.
-    exchanged: bytes that one rank receives from other ranks.
+    exchanged: collectives, with the bytes that one rank receives from other ranks.
     matrices: work on whole matrices.
-    limits, terms_s: the limits of a step, and the seconds that each resource is busy.
-    touched: share of the parameters that a pass gathers; below 1 where tokens choose no expert of
-        some tiles.
-    again: share of the parameters that the vertical schedule gathers for each micro-batch, because
-        the GPU has no capacity to retain them.
-    why_not: the parts that do not fit and what would help; empty where everything fits. If not
-        empty, the times are those of the smallest configuration that works.
-    days: until the drives have written as many bytes as they are rated for.
+    limits: lower bounds of a step. terms_s: busy seconds of each resource.
+    touched: share of the parameters that a pass gathers; below 1 if tokens choose no expert of some
+        tiles.
+    again: share of the parameters that the vertical schedule gathers separately for each
+        micro-batch, because the GPU has no capacity to retain them.
+    why_not: for each kind of memory that is too small, a text with changes that would help; empty
+        if the job fits. If it is not empty, the times are for the smallest placement that works.
+    days: days until the drives have written the bytes that they are rated for.
     """
 
     job: Job
@@ -122,7 +122,7 @@ class Prediction:
 
     @property
     def budget_bytes(self) -> float:
-        """RAM in the budgets of a node's ranks, and of activations that wait."""
+        """RAM in the budgets of a node's ranks, plus the RAM for stored activations."""
         return self.ram.bytes - self.ram_beside.peak - self.ram.parts.get("device memory", 0.0)
 
     @property
@@ -131,13 +131,12 @@ class Prediction:
 
     @property
     def flops_per_gpu(self) -> float:
-        """FLOP/s of the model on each device."""
+        """Model FLOP/s of each device."""
         return self.model_flops / self.step_s / self.machine.world
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilization: the share of the GPU's peak, 0 to 1. None where the CPU
-        computes.
+        """Model FLOP/s utilization: the share of the GPU's peak, 0 to 1. None if the CPU computes.
         """
         return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
@@ -157,10 +156,11 @@ class Prediction:
 
 
 def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
-    """Predict needs and times of one job. Pure; takes a fraction of a second for the largest
-    models. model: uncut; the job's tiles of experts are applied here.
+    """Predict needs and times of one job. The function is pure and takes a fraction of a second for
+    the largest models. model: the uncut shape; this function cuts it into the job's tiles of
+    experts.
 
-    Raises: ValueError for a job that the machine or the engine cannot run, naming field and fix.
+    Raises: ValueError, whose text names field and fix, for a job that cannot run on the machine.
     """
     check_job(job, machine)
     shape = shape_in(job, model)
@@ -200,7 +200,7 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Traffic and times of one step; the fields are those of `Prediction`."""
+    """Traffic and times of one step; `Prediction` documents the fields."""
 
     moved: Traffic
     copied: Copied
@@ -219,14 +219,14 @@ def time_step(
     *,
     again: float,
 ) -> StepTime:
-    """Return traffic and times of a step with `on_nvme` of the states on a node's drives. No time
-    falls when `on_nvme` or `again` grows.
+    """Return traffic and times of a step. No time falls when `on_nvme` or `again` grows.
 
-    at_rest: all states of a node. again: as in `Prediction`.
+    at_rest: all states of a node. on_nvme: the part of `at_rest` on the node's drives. again: as in
+    `Prediction`.
     """
     policy, waiting = job.policy, boundary_bytes(shape, machine, job)
     spilled = waiting if policy.activations == "nvme" else 0.0
-    # All ranks gather a tile as soon as one rank has a token for it: count the tokens of all ranks.
+    # All ranks gather a tile if one rank has a token for it, so count the tokens of all ranks.
     touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.passes))
     moved = _without_untouched(_traffic(on_nvme, job, spilled), on_nvme, job, touched)
     moved = _with_again(moved, on_nvme, job, touched * again)
@@ -245,7 +245,7 @@ def time_step(
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
         **{name: each.total_s for name, each in busy.items()},
     }
-    # With GPUs `busy` contains the update, as traffic of the CPU's memory or of the GPUs' memory.
+    # With GPUs, `busy` counts the update as traffic of the CPU's memory or of the GPUs' memory.
     update_s = 0.0 if machine.gpus else (2 * sizes.states + sizes.grads) / machine.dram_bytes_per_s
     found = limits(
         moved,
@@ -256,14 +256,16 @@ def time_step(
         others=busy.values(),
         apart=policy.update_on == "device",
     )
-    # Where the CPU computes, these are copies inside its memory: "CPU memory" counts them.
+    # If the CPU computes, these are copies inside CPU memory, which the term "CPU memory" counts.
     outside_cpu = copied.total if machine.gpus else Copied()
     return StepTime(moved, outside_cpu, exchanged, touched, terms, found)
 
 
 def check_job(job: Job, machine: Machine) -> None:
-    """Check the job's numbers, and the job against the machine. The policy was checked when it was
-    made.
+    """Check the job's numbers, and whether the machine can run the job. `Policy` has checked its
+    fields already.
+
+    Raises: ValueError, whose text names field and fix.
     """
     policy = job.policy
     for name in ("tokens", "sequence", "micro_batches"):
@@ -319,25 +321,26 @@ def check_job(job: Job, machine: Machine) -> None:
 def _compute(
     shape: JobShape, machine: Machine, job: Job, at_rest: AtRest, on_nvme: AtRest, again: float
 ) -> Compute:
-    """Return the times of the passes. Without GPUs they include the engine's work on the same cores
-    (`_beside`).
+    """Return the times of the passes. Without GPUs these times include the engine's work on the
+    same cores (`_beside`).
     """
     work, found = matrix_work(shape, machine, job), _passes(shape, machine, job)
     matrices_s = work.seconds(machine)
     if machine.gpus:
         return dataclasses.replace(found, matrices_s=matrices_s)
     forward_s, backward_s, update_s = _beside(shape, machine, at_rest.updated)
-    # The same cores update momenta: they read gradients, and write matrices in their place.
+    # The same cores also update the momenta: they read gradients, and overwrite them with matrices.
     first = 2 * at_rest.first + 2 * work.grad_bytes / machine.nodes
     matrices_s += first / (PASS_SHARE * machine.dram_bytes_per_s)
-    # A gather takes as long in backward as in forward.
+    # A gather takes as long in backward as in forward, so add all further gathers to backward.
     backward_s += again * job.gathers_again * forward_s
-    # The same cores run the kernels and move the data: the update takes the longer of the two.
+    # The same cores run the update's kernels and move the data; the longer time bounds the update.
     update_s = max(update_s, _kernels_s(shape, machine, job, on_nvme))
-    # Gradients of micro-batches that share a pass are added up: two reads and one write for each.
+    # The engine adds up the gradients of micro-batches in one pass: two reads and one write for
+    # each micro-batch after the first.
     added = (job.micro_batches - job.passes) * machine.ranks * shape.trained_bytes
     backward_s += 3 * added / machine.dram_bytes_per_s
-    # The update takes CPU time from the pass that it runs concurrently with.
+    # The update takes CPU time from the pass that runs concurrently.
     between_s = (job.passes - 1) * (forward_s + backward_s)
     last_s = backward_s + (update_s if job.policy.update == "backward" else 0.0)
     first_s = forward_s + (update_s if job.policy.update == "deferred" else 0.0)
@@ -349,12 +352,12 @@ def _compute(
 
 
 def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, float, float]:
-    """Return the engine's CPU seconds (in a forward, in a backward, for the update), from the bytes
-    that it moves through the CPU's memory.
+    """Return the engine's CPU seconds (in a forward, in a backward, for the update), estimated from
+    the bytes that the engine moves through CPU memory.
 
-    A gather verifies and copies: 3 passes over the parameters. A backward also copies the gradients
-    and computes their norm: 3 passes over them. An update reads and writes every state once, and
-    reads the gradients.
+    A gather verifies and copies: 3 passes over the parameters. In backward the engine also copies
+    the gradients and computes their norm: 3 passes over the gradients. An update reads and writes
+    every state once, and reads the gradients.
     """
     params, grads = machine.ranks * _param_bytes(shape), machine.ranks * shape.trained_bytes
     rate = PASS_SHARE * machine.dram_bytes_per_s
@@ -366,7 +369,7 @@ def _kernels_s(shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest) -
     of the states that the update reads and writes.
     """
     policy = job.policy
-    # `update_threads` takes processors and cores; a plan knows cores alone, so each counts as one.
+    # `update_threads` takes processors and cores; a plan knows only cores, so pass them for both.
     threads = policy.update_threads or update_threads(
         machine.cores, machine.cores, machine.ranks, on_gpu=bool(machine.gpus)
     )
@@ -404,7 +407,7 @@ def _flops(shape: ModelShape, job: Job, *, recompute: bool) -> tuple[float, floa
 
 
 def waiting_grad_bytes(shape: ModelShape, job: Job) -> int:
-    """Return the bytes of all gradients in the dtype in which they wait."""
+    """Return the bytes of all gradients, in the dtype in which the engine stores them."""
     return shape.remember(
         ("waiting_grad_bytes", job.policy.grad_dtype),
         lambda: sum(
@@ -420,28 +423,27 @@ def _param_bytes(shape: ModelShape) -> float:
 
 
 def _traffic(on_nvme: AtRest, job: Job, spilled: float) -> Traffic:
-    """Count the traffic of the drives. spilled: bytes of activations of one pass that wait there.
-    """
+    """Count the traffic of the drives. spilled: bytes of one pass's activations on drives."""
     moved = traffic(on_nvme, job.policy.update, job.passes, activations=spilled)
     moved = _from_copies(moved, on_nvme, job)
     if job.policy.update_on == "device":
-        # The update ends before the next forward begins, so that forward reads the parameters that
-        # the update has written.
+        # The update ends before the next forward begins. So forward reads the updated parameters
+        # from the drives, instead of from the update's buffers.
         moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
     return moved
 
 
 def _without_untouched(moved: Traffic, on_nvme: AtRest, job: Job, touched: float) -> Traffic:
-    """Subtract the reads of gathers that no token needs. Updates still read and write all states:
-    weight decay also applies to experts without tokens.
+    """Subtract the reads of tiles that no pass gathers, because no token chose their experts.
+    Updates still read and write all states: weight decay also applies to experts without tokens.
     """
     backward = job.policy.update == "backward"
-    # With update="backward" one gather also supplies the update; the update reads the parameters
-    # that no token touched, so these reads remain.
+    # With update="backward" one gather also supplies the update with parameters. The update reads
+    # untouched parameters itself, so do not subtract these reads.
     fed = min(on_nvme.params, moved.params_read) if backward else 0.0
     left_out = (moved.params_read - fed) * (1.0 - touched)
-    # Of the other 2M - 1 gathers, the window of update="backward" has one and that of "delayed" has
-    # all.
+    # 2M - 1 gathers remain. With update="backward" one of them runs in the window of the updates,
+    # with "delayed" all of them do.
     gathers = 2 * job.passes - 1
     of_window = {"backward": 1 / gathers, "delayed": 1.0}.get(job.policy.update, 0.0)
     return dataclasses.replace(
@@ -452,8 +454,10 @@ def _without_untouched(moved: Traffic, on_nvme: AtRest, job: Job, touched: float
 
 
 def _with_again(moved: Traffic, on_nvme: AtRest, job: Job, share: float) -> Traffic:
-    """Add the reads of the share of the parameters that is gathered for each micro-batch."""
-    # Under hpZ these gathers read the node's copy; delayed passes read a copy in memory.
+    """Add the reads of parameters that are gathered separately for each micro-batch. share: share
+    of the parameters.
+    """
+    # Under hpZ these gathers read the node's copy; with delayed updates they read a copy in memory.
     params = 0.0 if job.policy.update == "delayed" else on_nvme.params
     size = 0.0 if job.policy.hpz else params + on_nvme.frozen
     read = moved.params_read + share * job.gathers_again * size
@@ -461,13 +465,13 @@ def _with_again(moved: Traffic, on_nvme: AtRest, job: Job, share: float) -> Traf
 
 
 def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
-    """Reduce the reads to those under hpZ: only the first gather of a step reads the drives, and
-    only the parameters that the update does not supply from memory.
+    """Reduce the reads under hpZ: only the first gather of a step reads the drives, and reads only
+    the parameters that the update does not supply from memory.
     """
     if not job.policy.hpz or job.policy.update == "delayed":
         return moved
-    # A deferred update supplies the first gather with trained parameters. After an update in
-    # backward that gather reads them from the drives.
+    # A deferred update supplies the first gather with trained parameters. With update="backward"
+    # the first gather reads trained parameters from the drives.
     once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
     # The window of update="backward" has two gathers. The gather of the last backward reads the
     # node's copy and no drive.
@@ -489,8 +493,8 @@ def _model_bytes(
     activations: float,
     touched: float,
 ) -> ModelBytes:
-    """Return the sizes from which copies are counted, over all ranks of a node: the `touched` share
-    of the gathered values, states at rest, gradients in the dtype in which they wait, activations.
+    """Return the sizes from which `copies` counts, over all ranks of a node. activations: bytes of
+    stored activations. touched: share of the parameters that a pass gathers.
     """
     params, grads = shape.trained_bytes, waiting_grad_bytes(shape, job)
     return ModelBytes(
@@ -505,10 +509,10 @@ def _model_bytes(
 
 def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies, again: float) -> Copies:
     """Count the copies between the CPU and all GPUs of a node. between: exchanges of one GPU with
-    the others of its node; they count, too, if GPUs have no direct links, since they go through
-    the CPU's memory. again: share of the parameters that is gathered for each micro-batch.
+    other GPUs of the node, which are added if GPUs have no direct links: they go through CPU
+    memory. again: share of the parameters that is gathered separately for each micro-batch.
     """
-    # Where the CPU computes, params="device" is the CPU's memory, and nothing stays elsewhere.
+    # If the CPU computes, params="device" means CPU memory, so no parameters stay on a GPU.
     stay = job.policy.params == "device" and machine.gpus > 0
     found = copies(
         sizes,
@@ -516,19 +520,18 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies, agai
         job.passes,
         update_on=job.policy.update_on,
         params_stay=stay,
-        # The step may repeat a speculative update, so its gradients are retained.
+        # The step may repeat a speculative update, so the engine retains the gradients.
         grads_wait=job.policy.speculates,
     )
     if not stay:
         more = again * job.gathers_again * (sizes.params + sizes.frozen)
         found += Copies(rest=Copied(h2d=more))
-    # Under hpZ every gather but the first reads the node's copy. If the copy is in CPU memory, a
-    # rank copies its part of it, the shards of all nodes, to the GPU; a copy on the device needs no
-    # transfer.
+    # Under hpZ every gather but the first reads the node's copy. If the copy is in CPU memory, each
+    # rank copies one shard for each node to the GPU. A copy on the device needs no transfer.
     if job.policy.hpz and machine.gpus:
         share = sizes.params + sizes.frozen
         more = (machine.nodes - 1) * share if job.policy.hpz == "cpu" else -share
-        # One of these gathers may lie in the window: subtract no more bytes than the rest has.
+        # One of these gathers may run in the window of the updates: keep the rest at 0 or above.
         found += Copies(rest=Copied(h2d=max((2 * job.passes - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
         found += between.scaled(machine.gpus)
@@ -536,8 +539,8 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies, agai
 
 
 def _apart(job: Job, found: Copies) -> Copies:
-    """Move all exchanges out of the window of an update on the device: no pass, and so no exchange,
-    runs during that update.
+    """Move all exchanges out of the window of the updates if updates run on the device: no pass,
+    and so no exchange, runs during such an update.
     """
     if job.policy.update_on == "device":
         return Copies(rest=found.beside_states + found.rest, matrices=found.matrices)
@@ -545,7 +548,7 @@ def _apart(job: Job, found: Copies) -> Copies:
 
 
 def _matrix_copies(machine: Machine, job: Job, work: MatrixWork) -> Copies:
-    """Count the copies of matrices to all GPUs of a node, and back."""
+    """Count the copies of matrices from the CPU to all GPUs of a node, and back."""
     each = work.grad_bytes / machine.nodes if machine.gpus else 0.0
     copied = Copied(each, each)
     if job.policy.update == "backward":
@@ -596,7 +599,7 @@ def _busy_times(
         link = LinkSpeed(machine.peers_per_gpu, machine.peers_per_gpu)
         found["links between GPUs"] = link.busy_time(between)
     if not on_cpu:
-        # Each GPU updates its share of the states in its memory.
+        # Each GPU updates an even share of the states in GPU memory.
         update_s = updated / machine.gpus / machine.hbm_per_gpu
         found["update in GPU memory"] = BusyTime.sum_of(update_s)
     return found
@@ -634,8 +637,8 @@ def _ram(placed: Placed, machine: Machine) -> Need:
 
 
 def _nvme(on_nvme: AtRest, placed: Placed, machine: Machine, job: Job) -> Need:
-    """Count the capacity needed on a node's drives. A second generation needs it twice, and each
-    older commit of a durable run once more; a step reads and writes one generation.
+    """Count the capacity that a job needs on a node's drives. A second generation, and each older
+    commit of a durable run, needs space for the states once more.
     """
     plan, trained = placed.plan, on_nvme.params + on_nvme.optim
     # Each rank has a file on every drive.
@@ -645,14 +648,14 @@ def _nvme(on_nvme: AtRest, placed: Placed, machine: Machine, job: Job) -> Need:
         "parameters": on_nvme.params + on_nvme.frozen,
         "optimizer states": on_nvme.optim,
         "the other generation": other if job.policy.generations > 1 else 0.0,
-        # A run also works with less: without this capacity it retains fewer commits.
+        # A run with less capacity also works, but retains fewer commits.
         "older commits": job.policy.older_commits * trained,
         "spilled gradients": on_nvme.grads,
         "activations": placed.spilled,
         "spare ranges": float(files * spare_bytes(placed.needs, plan)),
     }
     found = {name: size for name, size in parts.items() if size}
-    # None would mean that the capacity is not known; without drives it is 0.
+    # Without drives the capacity is 0; None would mean that it is not known.
     return Need(sum(found.values()), machine.nvme_bytes if machine.drives else 0.0, found)
 
 
@@ -667,8 +670,8 @@ def _why_not(
         less = []
         if machine.drives and job.policy.grads != "nvme":
             less.append("spilled gradients (--grads nvme)")
-        # A durable run needs its second generation. With one generation and one pass, update
-        # backward consumes each gradient at once, so no gradients wait in RAM.
+        # A durable run needs the second generation. With one generation and one pass, an update in
+        # backward consumes each gradient immediately, so RAM stores no gradients.
         if job.policy.generations > 1:
             less += [] if job.policy.durable else ["one generation"]
         elif job.stores_gradients:
@@ -690,7 +693,7 @@ def _why_not(
         elif job.policy.generations > 1:
             less.append("one generation")
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
-    # `_join` returns "" if no change would need less: drop the separator.
+    # `_join` returns "" if no change would need less: remove the separator.
     return tuple(text.removesuffix("; ") for text in found)
 
 
@@ -712,7 +715,7 @@ def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
     units = ("gathered units", "fresh gradients", "sums of gradients")
     of_units = sum(size for name, size in least.parts.items() if name in units)
     enough = "enough" if least.fits else "too much still; shorter sequences need less"
-    # Where activations are the smaller part, shorter sequences would not help.
+    # Shorter sequences would not help if most of the need is units and gradients.
     if not least.fits and 2 * of_units > least.bytes:
         enough = f"too much still; {format_size(of_units)} of it are units and gradients"
     return (
@@ -740,11 +743,10 @@ def _join(less: list[str]) -> str:
 
 
 PIN_S_PER_BYTE = 0.1e-9
-"""Seconds that a GPU's driver takes to pin a byte of RAM: 0.1 s for a GB (assumed, from reports).
-"""
+"""Seconds that a GPU's driver takes to pin a byte of RAM: 0.1 s per GB (assumed, from reports)."""
 
 CHUNK_S = 60e-6
-"""CPU seconds that set-up takes for a chunk, without I/O: 32e-6 for the model and 29e-6 for its
+"""CPU seconds of set-up for each chunk, without I/O: 32e-6 for the model and 29e-6 for the
 optimizer (tests/slopes.py, states in RAM, 2 cores)."""
 
 
@@ -757,9 +759,10 @@ billion elements in a set-up of 183 s (docs/performance.md)."""
 class SetUp:
     """Set-up of one rank, in bytes and seconds.
 
-    read: from the source of parameters. written: to the drives. seconds: until all ranks are set
-    up; they share the drives, pin the node's RAM one after the other, and each handles its chunks
-    on one core. init_seconds: the same where `init=` draws the values and reads nothing.
+    read: bytes read from the source of parameters. written: bytes written to the drives. seconds:
+    time until all ranks are set up; the ranks share the drives, pin the node's RAM one after
+    another, and each rank processes its chunks on one core. init_seconds: time of a set-up with
+    `init=`, which draws the values and reads nothing.
     """
 
     read: float
@@ -770,8 +773,8 @@ class SetUp:
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """Costs of one job on one machine that no budget counts. disk: the most bytes on a node's
-    drives, by case. Includes the states' own bytes.
+    """Costs of one job on one machine that no budget counts. disk: largest number of bytes on a
+    node's drives, including the states, in each case.
     """
 
     ram: RamBeside
@@ -780,7 +783,7 @@ class Outside:
 
 
 def outside(shape: ModelShape, found: Prediction) -> Outside:
-    """Count the costs of a predicted job that no budget counts. shape: uncut."""
+    """Count the costs of a predicted job that no budget counts. shape: uncut (without tiles)."""
     machine, job = found.machine, found.job
     return Outside(
         found.ram_beside,
@@ -792,10 +795,10 @@ def outside(shape: ModelShape, found: Prediction) -> Outside:
 def _disk_peaks(nvme: Need, at_rest: AtRest, job: Job) -> dict[str, float]:
     states = at_rest.states + at_rest.frozen
     if job.policy.durable:
-        # A checkpoint by links takes no bytes when it is made; the next step then writes elsewhere,
-        # so its extents remain. What a killed run has committed remains until the new process, with
-        # two generations, commits. A run killed during a commit retains both of its generations,
-        # since either may be the valid one.
+        # A checkpoint by links takes no bytes at first. The next step writes to new extents, since
+        # the checkpoint still refers to the old ones. The committed states of a killed run remain
+        # until the new process, with two generations, commits. After a kill during a commit both
+        # generations remain, since either may be valid.
         return {
             "training": nvme.bytes,
             "while a killed run is restored": nvme.bytes + states,
@@ -810,8 +813,8 @@ def _disk_peaks(nvme: Need, at_rest: AtRest, job: Job) -> dict[str, float]:
 
 
 def _set_up(shape: ModelShape, machine: Machine, found: Prediction) -> SetUp:
-    # Figures of `found` are of a node, except chunks, which are of one rank. The source is assumed
-    # to lie on the same drives.
+    # `found` counts a node's bytes, but one rank's chunks. A plan assumes that the source is on the
+    # same drives.
     whole = sum(count * flat.numel * flat.dtype.itemsize for flat, count in shape.kinds_of_flats)
     read = whole / (machine.world if reads_in_parts(machine) else 1)
     written = (found.on_nvme.params + found.on_nvme.frozen) / machine.ranks

@@ -1,12 +1,12 @@
 """Collectives of several ranks in a step, and the bytes that each rank holds.
 
-Counted are the bytes that one rank receives, inside its node and from other nodes; it sends as
-many. Collectives are hierarchical, as in the engine: a gather runs first among the ranks with the
-same local rank on each node, then inside the node; a reduction runs in the opposite order. So no
-byte reaches a node twice. A shard of a FlatParameter counts with its padding. Shares of M, the
-bytes of all shards in the parameters' dtype, for N ranks on K nodes of n ranks:
+A plan counts the bytes that one rank receives, inside its node and from other nodes; a rank sends
+as many bytes as it receives. Collectives are hierarchical, as in the engine: a gather runs first
+among the ranks with the same local rank on each node, then inside the node; a reduction runs in the
+opposite order. So no byte reaches a node twice. Sizes of shards include the padding. Shares of M,
+the bytes of all shards in the parameters' dtype, for N ranks on K nodes of n ranks:
 
-    gather     (K - 1) / N from other nodes, (n - 1) / n inside; a reduction is the same backwards
+    gather     (K - 1) / N from other nodes, (n - 1) / n inside; a reduction receives the same bytes
     qwZ        the same for gathers, with shards as int8 groups: 1 B for each element, and a scale
                for each SCALE_GROUP_NUMEL elements
     hpZ        all gathers of a step but the first read the node's copy, in the parameters' dtype:
@@ -20,10 +20,11 @@ reduction). With all three switches it is 0.75 M in bf16: 0.5, 0 and 0.25 (witho
 between two nodes carries as many bytes, both directions together.
 
 Under stages 1 and 2 parameters stay on every device, and a step gathers the updated values once.
-An optimizer of whole matrices sends each part of a matrix to the owner, and the result's part back,
-directly: `plan.matrices`.
+For an optimizer of whole matrices, ranks send each part of a matrix directly to the matrix's owner,
+and the owner sends that part of the result back (`plan.matrices`).
 
-With each reduction ranks exchange a byte for each parameter: whether it has a gradient.
+With each reduction, ranks exchange a byte for each parameter, which says whether the parameter has
+a gradient.
 
 A rank holds, under each ZeRO stage:
 
@@ -33,9 +34,9 @@ A rank holds, under each ZeRO stage:
     stage 3    split; gathered by units      split                           split over the ranks
 
 Split states rest where the engine's planner places them (`plan.memory`), with the padding of
-shards. With params="device", which stages 1 and 2 require, the shard of the parameters that rests
-with the optimizer states is the upper half of the masters. The values for forward and backward are
-on the device; under stage 3 a shard of them is.
+shards. With params="device", which stages 1 and 2 require, the optimizer states include a shard of
+the parameters: the upper half of the masters. The device has the values for forward and backward:
+all of them under stages 1 and 2, a shard under stage 3.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape, sh
 class PlannedCollective:
     """One kind of collective in a step.
 
-    count: how often it runs; beside_updates: how often of these while updates run. inside, across:
-    bytes that one rank receives each time, from ranks of its node and from other nodes.
-    before_updates: how often of `count` before the last updates, for whole matrices.
+    count: number of times per step. beside_updates: the part of `count` that runs while updates
+    run. before_updates: the part of `count` that runs before the step's last updates (only for
+    whole matrices). inside, across: bytes that one rank receives each time, from ranks of its node
+    and from other nodes.
     """
 
     name: str
@@ -83,8 +85,8 @@ class PlannedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Exchanges:
-    """Collectives of a step. plain_bytes: M of the module's formulas, the bytes of all gathered
-    values with the padding of shards.
+    """Collectives of a step. plain_bytes: M of the module's formulas: the bytes of all shards in
+    the parameters' dtype, with padding.
     """
 
     each: tuple[PlannedCollective, ...]
@@ -115,8 +117,10 @@ class Exchanges:
         return size * parts / (parts - 1) / self.plain_bytes
 
     def copies(self, nodes: bool = False) -> Copies:
-        """Return the bytes that one rank receives (h2d) and sends (d2h) inside its node. With
-        `nodes`, those that all ranks of a node receive from and send to other nodes.
+        """Return the bytes that one rank receives (h2d) and sends (d2h) inside its node.
+
+        nodes: count instead the bytes that all ranks of a node receive from and send to other
+        nodes.
         """
         window = rest = matrices = 0.0
         for found in self.each:
@@ -129,8 +133,8 @@ class Exchanges:
 
 
 def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) -> Exchanges:
-    """List the collectives of a step; none for one rank. regathered: share of the parameters
-    that the vertical schedule gathers for each micro-batch.
+    """List the collectives of a step; one rank has none. regathered: share of the parameters that
+    the vertical schedule gathers separately for each micro-batch.
     """
     plain = float(shape.gathered_bytes(machine.world))
     if machine.world == 1:
@@ -142,10 +146,11 @@ def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) ->
     coded = GRADIENT_BITS if job.policy.qgz else None
     grads = _shards(shape, machine.world, coded, job.policy.grad_dtype, trained=True)
     inside, across = _ways(machine, grads)
-    # A byte for each parameter, also exchanged level by level, says whether it has a gradient.
+    # Add a byte for each parameter, which says whether the parameter has a gradient; ranks exchange
+    # these bytes inside the node and between nodes, too.
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
     count, in_backward = job.passes, job.policy.update == "backward"
-    # A delayed update may take the whole next step, so every exchange overlaps it.
+    # A delayed update may take the whole next step, so every exchange overlaps the update.
     late = job.policy.delays
     found = []
     if job.whole_params(machine.world):
@@ -158,15 +163,15 @@ def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) ->
                 )
             )  # fmt: skip
     else:
-        # Under hpZ only the first gather of a step needs other nodes: the node's copy stays current
-        # until the update.
+        # Under hpZ only the first gather of a step reads from other nodes: the node's copy stays
+        # current until the update.
         first, again = (1, 2 * count - 1) if job.policy.hpz else (count, count)
         copy = (_ways(machine, _shards(shape, machine.world))[0], 0.0) if job.policy.hpz else both
-        # A deferred update runs concurrently with the next forward, and so with its gather.
+        # A deferred update runs concurrently with the next forward, and so with a gather.
         found.append(PlannedCollective("gather in forward", first, first if late else 1, *both))
         name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
-        # Updates in backward run concurrently with the gather of the last backward, and with its
-        # reduction below.
+        # Updates in backward run concurrently with the gather of the last backward, and with the
+        # reduction that is added below.
         found.append(PlannedCollective(name, again, again if late else int(in_backward), *copy))
         if regathered:
             name, more = "gather for each micro-batch", job.gathers_again
@@ -194,9 +199,9 @@ def _shards(
     *,
     trained: bool = False,
 ) -> float:
-    """Return the bytes on the wire of one rank's shards of all FlatParameters. bits: of a quantized
-    element; None: not quantized. dtype: of an element; None: the parameter's. trained: only of
-    FlatParameters that are trained.
+    """Return the bytes that a transfer of one rank's shards of all FlatParameters takes. bits: bits
+    of a quantized element; None: not quantized. dtype: dtype of an element; None: the parameter's.
+    trained: count only trained FlatParameters.
     """
 
     def size(flat: FlatShape) -> float:
@@ -213,11 +218,12 @@ def _shards(
 
 
 def _ways(machine: Machine, shards: float) -> tuple[float, float]:
-    """Return the bytes that one rank receives when every FlatParameter is gathered once, or reduced
-    once: (inside its node, from other nodes). shards: bytes of its shards on the wire.
+    """Return the bytes that one rank receives when the ranks gather, or reduce, every FlatParameter
+    once: (inside its node, from other nodes). shards: bytes that a transfer of one rank's shards
+    takes.
     """
-    # A rank receives the shards of its counterparts from other nodes; then each other rank of the
-    # node sends it the shards of that rank and of its counterparts.
+    # Counterparts are the ranks with the same local rank on other nodes. A rank first receives the
+    # counterparts' shards. Then each rank of the node sends its shards and its counterparts'.
     return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards
 
 
@@ -229,8 +235,8 @@ STAGES = (1, 2, 3)
 
 @dataclasses.dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank under one stage, by the name of the state. Of device memory only values of
-    parameters are counted.
+    """Bytes of one rank under one stage, by the name of the state. Device memory includes only
+    parameters, no gradients or activations.
     """
 
     stage: int
@@ -242,7 +248,7 @@ class RankBytes:
 
 
 def bytes_of_rank(model: ModelShape, machine: Machine, job: Job) -> RankBytes:
-    """Count the bytes of each rank under the policy's stage. model: uncut."""
+    """Count the bytes of each rank under the policy's stage. model: uncut (without tiles)."""
     shape = shape_in(job, model)
     placed = place_in_ram(shape, machine, job)
     states = _states(shape, machine, job, placed.needs, placed.plan)
@@ -251,21 +257,21 @@ def bytes_of_rank(model: ModelShape, machine: Machine, job: Job) -> RankBytes:
 
 
 def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
-    """Count the bytes of the same job under each stage. Stages 1 and 2 have parameters on the
-    device, and no settings that these stages refuse. If the job has stage 1 or 2, stage 3 has
-    parameters on the tier of the optimizer states.
+    """Count the bytes of the same job under each stage. For stages 1 and 2 the job is changed to
+    params="device", without the settings that these stages refuse. If the job has stage 1 or 2, its
+    parameters are placed under stage 3 on the tier of the optimizer states.
     """
     found, policy = [], job.policy
     for stage in STAGES:
         fields: dict[str, Any] = {}
         if stage != policy.zero:
-            # `accumulate` was chosen for the job's stage, so other stages have their defaults.
+            # The user chose `accumulate` for the job's stage: use the default of other stages.
             fields = {"zero": stage, "accumulate": None}
             if stage == 3:
                 fields["params"] = policy.optim
             else:
-                # Stages 1 and 2 refuse these. `resident` is for states on NVMe, so it loses its
-                # part for parameters.
+                # Stages 1 and 2 refuse these settings. `resident` is for states on NVMe, so remove
+                # the part for parameters.
                 resident = {k: part for k, part in policy.resident_parts.items() if k != "params"}
                 fields |= {
                     "params": "device",
@@ -288,7 +294,7 @@ def _states(
             spilled = need.kind(index) == "grad"
             kind = "grads" if spilled else "optim" if index else "params"
             times = count * (1 if spilled else need.versions)
-            # A set bit: the section rests on NVMe, padded to 4096 bytes.
+            # If this bit is set, the section is on NVMe, padded to 4096 bytes.
             if mask >> index & 1:
                 nvme[kind] += times * aligned_section_bytes(section, numel)
             else:

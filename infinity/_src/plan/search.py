@@ -1,17 +1,17 @@
 """Search for the fastest way to train a model on a machine.
 
-A way is a job. It takes one value on each axis: schedule and micro-batches, update mode with
-generations and place, state format, tiers of parameters, activations and gradients, tiles, and, on
-several nodes, the switches of ZeRO++. `axes_of` and `tilings_of` list the values; fields that a
-user fixes have one.
+A way is a job with one value on each axis: schedule and micro-batches, update mode with generations
+and device, state format, tiers of parameters, activations and gradients, tiles, and, on several
+nodes, the switches of ZeRO++. `axes_of` and `tilings_of` list the values of the axes; a field that
+the user fixes has one value.
 
-The search visits ways in the order of a lower bound of their step and predicts each, until no bound
-is below the best step found. The bound counts every byte of RAM for parameters or for optimizer
-states, whichever is faster, and neither pools nor records (`_least_on_nvme`). So a way that is left
-out could not have been faster.
+The search is branch and bound: it predicts ways in the order of a lower bound of the step time,
+until no bound is below the best predicted step. The bound assumes that RAM holds only parameters
+and optimizer states, in the fastest split, and no pools or records (`_least_on_nvme`). So no way
+that the search skips is faster.
 
-A way costs PENALTY of its step for each departure from plain training (`departures`): of ways that
-take equally long the search finds the one that a user would change least for.
+The search compares ways by the step time plus a share PENALTY for each setting that departs from
+plain training (`weight_of`): of two equally fast ways, it finds the way with fewer changes.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from infinity._src.plan.predict import (
 from infinity._src.plan.workload import Job, JobShape, ModelShape, shape_in
 
 PENALTY = 0.002
-"""Share of a step that each departure from plain training costs in the comparison of two ways."""
+"""Share of the step time that a comparison of ways adds for each departure from plain training."""
 
 UNITS_MAX = 4096
-"""Most units into which a search cuts a model by tiles of experts. Each unit takes CPU time in each
-pass, which a prediction does not count.
+"""Largest number of units into which a search cuts stacks of experts. Each unit takes CPU time in
+each pass, which a prediction does not count.
 """
 
 RAM_MODULE_BYTES = 32 << 30
-"""Capacity of one more module of RAM, for the question what it would bring."""
+"""Capacity of the additional RAM module in `upgrades`."""
 
 STATES = ("exact", "bf16", "compact")
-"""State formats, of which all but the first round."""
+"""State formats; all formats except the first round."""
 
 Fields = dict[str, Any]
 
@@ -73,8 +73,8 @@ def axes_of(
 ) -> dict[str, list[Fields]]:
     """Return the values of each axis, as fields of a job.
 
-    fixed: fields of the job that keep their values, also values that no search would try. exact: no
-    state format and no switch of ZeRO++ that rounds what plain training does not round.
+    fixed: fields of the job that keep their values, including values that no search would try.
+    exact: leave out state formats and switches of ZeRO++ that round more than plain training.
     """
 
     def values(field: str, *tried: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def axes_of(
         {"schedule": schedule, "micro_batches": count}
         for schedule in values("schedule", "horizontal", *(["vertical"] * job.checkpointing))
         for count in values("micro_batches", *job.micro_batch_counts(machine.world))
-        # One micro-batch has no order.
+        # With one micro-batch the schedules are the same.
         if count > 1 or schedule == "horizontal" or "schedule" in fixed
     ]
     return {
@@ -107,10 +107,11 @@ def _single(**axis: list[Any]) -> list[Fields]:
 
 
 def _updates(machine: Machine, job: Job, fixed: Collection[str]) -> list[Fields]:
-    """List update modes with their generations and places. The delayed update, whose gradients are
-    of the step before, is another training: it is listed only if it is fixed.
+    """List update modes with numbers of generations and the device that updates. A delayed update
+    applies the previous step's gradients, which changes the training: list it only if the user
+    fixes it.
     """
-    # Two generations make a deferred update no faster. A durable run has them in any case.
+    # Two generations make a deferred update no faster. A durable run always has two.
     places = {"deferred": [1], "backward": [1, 2], "delayed": [1]}
     kept = "generations" in fixed or job.policy.durable
     modes = [job.policy.update] if "update" in fixed else ["deferred", "backward"]
@@ -125,9 +126,9 @@ def _updates(machine: Machine, job: Job, fixed: Collection[str]) -> list[Fields]
 
 
 def tilings_of(shape: ModelShape, job: Job, fixed: Collection[str]) -> dict[int, list[Fields]]:
-    """Return the tiles of linears and of the loss to try, the fewest first, by tiles of experts,
-    the largest first. Tiles change the memory of a device, what the vertical schedule can retain,
-    and how many experts a pass gathers.
+    """Return the tilings to try. Keys: experts in a tile, largest tiles first. Values: tiles of
+    linears and of the loss, fewest first. Tiles change the device memory, the number of units that
+    the vertical schedule can retain, and the number of experts that a pass gathers.
     """
     linears = [job.tiles] if "tiles" in fixed else [1, *tile_counts(shape, job)]
     losses = [1, *(loss_tiles(shape, words) for words in WORDS)]
@@ -154,8 +155,8 @@ def _expert_tiles(shape: ModelShape) -> Iterator[int]:
 def _params(
     shape: ModelShape, machine: Machine, job: Job, fixed: Collection[str], *, exact: bool
 ) -> list[Fields]:
-    """List the stages with the places of parameters and, on several nodes, the switches of ZeRO++,
-    which save bytes between nodes.
+    """List the ZeRO stages, each with a tier of the parameters and, on several nodes, with switches
+    of ZeRO++, which save bytes between nodes.
     """
     policy, several = job.policy, machine.nodes > 1
 
@@ -175,7 +176,8 @@ def _params(
         found += [
             {"zero": 3, "params": below, "hpz": copy} | each for copy in copies for each in coded
         ]
-    # Whole parameters on every device; on several ranks that is stage 2, or 1 if it is fixed.
+    # Every device may hold all parameters; on several ranks this is stage 2, or 1 if the user fixes
+    # stage 1.
     zero = policy.zero if "zero" in fixed else 2 if machine.world > 1 else 3
     holds = machine.gpus > 0 and shape.gathered_bytes() < machine.device_bytes
     asked = "zero" in fixed and policy.zero < 3
@@ -186,7 +188,7 @@ def _params(
 
 
 def departures(job: Job) -> list[str]:
-    """Name what a user would notice of this way, in comparison with plain training."""
+    """Name the differences from plain training that a user would notice."""
     policy = job.policy
     names = [] if policy.state == "exact" else [f"state {policy.state} rounds"]
     if policy.update == "delayed":
@@ -215,15 +217,15 @@ def _complexity(job: Job) -> int:
         job.tiles == 1,
         job.loss_tiles == 1,
     )
-    # A departure from the numbers, or from what a loop may do, weighs more than a setting. Each
-    # unit takes CPU time, so half as large tiles of experts count as one setting more.
+    # A departure changes numbers or restricts the training loop, so it weighs more than a setting.
+    # Each unit takes CPU time, so each halving of the tiles of experts counts as a setting.
     cuts = max(10 - job.expert_tile.bit_length(), 1) if job.expert_tile else 0
     # Two generations take twice the space on drives and in RAM, so they count twice.
     return 5 * len(departures(job)) + len(simple) - sum(simple) + (not simple[0]) + cuts
 
 
 def weight_of(job: Job) -> float:
-    """Return the factor by which a search multiplies the step of a way to compare it."""
+    """Return the factor by which a search multiplies a way's step time to compare ways."""
     return 1.0 + PENALTY * _complexity(job)
 
 
@@ -232,7 +234,7 @@ def weight_of(job: Job) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """The ways that fit, the fastest first. tried: predictions that the search made."""
+    """Ways that fit the machine, fastest first. tried: number of predictions in the search."""
 
     ways: tuple[Prediction, ...]
     tried: int
@@ -248,12 +250,13 @@ def search(
     count: int = 1,
     below_s: float = float("inf"),
 ) -> Ranked:
-    """Find the fastest ways to train that fit the machine, at most `count`; no two of them have
-    equal schedules, updates, formats and tiers.
+    """Find at most `count` of the fastest ways that fit the machine. Any two of them differ in the
+    schedule, the update, the formats or the tiers. The result is empty if no way fits.
 
-    job: its fields in `fixed`, its tokens and its sequence stay. below_s: ways whose cost, `step_s`
-    times `weight_of`, is not below this are left out. Empty if no way fits. Raises: ValueError as
-    `predict`.
+    job: tokens, sequence, and the fields named in `fixed`, keep their values. below_s: leave out
+    ways whose cost (`step_s` times `weight_of`) is not below this.
+
+    Raises: ValueError as `predict`.
     """
     check_job(job, machine)
     return _Search(shape, machine, job, fixed, exact=exact).run(count, below_s)
@@ -274,17 +277,19 @@ class _Search:
         self._tilings = tilings_of(shape, job, fixed)
         self._job = job
         self._at_rest: dict[str, AtRest] = {}
-        # The largest tiles of experts, and the smallest.
+        # Experts in the largest tiles, and in the smallest tiles.
         self._tiles = next(iter(self._tilings)), next(reversed(self._tilings))
         self._reserves: dict[tuple[object, ...], float] = {}
         self._least_reserved: dict[tuple[object, ...], float] = {}
         self._fitting: dict[tuple[object, ...], bool] = {}
-        # Of each kind of states that did not fit, the least RAM beside activations.
+        # By `_states_kind`, if states did not fit: RAM needed, without activations and device
+        # memory.
         self._least_ram: dict[tuple[object, ...], float] = {}
         self._tried = 0
 
     def run(self, count: int, below_s: float) -> Ranked:
-        # Ways in the order of their bounds. A bound is made sharper when its turn comes.
+        # A heap of ways, ordered by bound. A way at the top first gets a tighter bound and returns
+        # to the heap; the second time, it is predicted.
         jobs = list(self._jobs())
         heap = [(self._bound_s(job, 1), index, 1) for index, job in enumerate(jobs)]
         heapq.heapify(heap)
@@ -316,24 +321,25 @@ class _Search:
         passes = axes.pop("passes")
         for values in itertools.product(*axes.values()):
             fields = {name: value for each in values for name, value in each.items()}
-            # Settings that a policy refuses together, or the optimizer.
+            # Skip combinations that the policy or the optimizer refuses.
             with contextlib.suppress(ValueError):
                 way = self._job.replace(**fields)
                 found += [] if way.refusal else [way]
-        # Fields of passes are the job's, so each policy is checked once.
+        # The fields in `passes` are no fields of the policy, so `Policy` checks each policy once.
         for each, job in itertools.product(passes, found):
             job = job.replace(**each)
-            # With one pass an update in backward consumes gradients at once: none spill.
+            # With one pass, an update in backward consumes gradients immediately: none can spill.
             spills = job.policy.grads == "nvme" and len(axes["grads"]) > 1
             if job.stores_gradients or not spills:
                 yield job
 
     def _predicted(self, job: Job) -> Prediction | None:
-        """Predict a way with the fewest tiles that fit its device; None if it does not fit."""
+        """Predict a way with the best tiling that fits device and RAM; None if none fits."""
         waiting = self._waiting(job)
         if self._grads(job) + waiting > self._machine.ram_bytes or not self._fits_drives(job):
             return None
-        # A tiling whose states do not fit the RAM is known from then on, and the next is tried.
+        # If the states do not fit the RAM, record the RAM that they need, so that `_best_tiling`
+        # returns the next tiling.
         while (tiling := self._best_tiling(job)) is not None:
             tried = job.replace(**tiling)
             self._tried += 1
@@ -355,13 +361,13 @@ class _Search:
         return device_in_ram(self._shape, self._machine, job)
 
     def _best_tiling(self, job: Job) -> Fields | None:
-        """Return the tiling with which a way is the fastest of those that fit its device; None if
-        none fits.
+        """Return the fastest tiling of a way among the tilings that fit the device and whose states
+        may fit the RAM; None if there is none.
         """
         found: tuple[float, Fields] | None = None
         for tilings in self._tilings.values():
-            # The most tiles of linears, of the loss, or of both need the least memory: tiles of the
-            # loss that Triton computes take memory, too.
+            # The least memory is at an extreme: the most or fewest tiles of linears and of the loss
+            # (tiles also take memory if Triton computes them). If no extreme fits, none fits.
             if not any(self._fits(job.replace(**tiling)) for tiling in _extremes(tilings)):
                 continue
             for tiling in tilings:
@@ -378,13 +384,13 @@ class _Search:
                 if found is None or cost < found[0]:
                     found = cost, tiling
                 if not again and self._machine.gpus:
-                    # More tiles of linears and of the loss gain nothing more.
+                    # More tiles of linears and of the loss only save device memory.
                     break
         return found and found[1]
 
     def _reserved(self, job: Job) -> float:
-        """Bytes of a node's RAM that hold neither states, gradients nor activations. Smaller tiles
-        of experts take more records, and smaller windows and buffers while they are filled.
+        """Bytes of a node's RAM that hold neither states, gradients nor activations. With smaller
+        tiles of experts, records take more RAM, and windows and the buffers of the fill take less.
         """
         key = *_reserving(job.policy), job.expert_tile
         if key not in self._reserves:
@@ -406,14 +412,16 @@ class _Search:
 
     def _fits_device(self, job: Job) -> bool:
         shape = shape_in(job, self._shape)
-        # The cheaper half first.
+        # Check activations first: that is the cheaper part of the computation.
         activations = sum(activation_bytes(shape, self._machine, job).values())
         if activations > self._machine.device_bytes:
             return False
         return gpu_need(self._shape, self._machine, job).fits
 
     def _bound_s(self, job: Job, splits: int) -> float:
-        """Return a lower bound of the cost of a way; more splits make it sharper."""
+        """Return a lower bound of the cost of a way. splits: number of splits of the RAM that are
+        compared; more splits make the bound tighter.
+        """
         key = _reserving(job.policy)
         if key not in self._least_reserved:
             tiled = [job.replace(**tilings[0]) for tilings in self._tilings.values()]
@@ -423,8 +431,9 @@ class _Search:
         return weight_of(first) * self._least_s(last, splits, self._least_reserved[key], 0.0)
 
     def _least_s(self, job: Job, splits: int, reserved: float, again: float) -> float:
-        """Return the step with the least states on drives that the RAM allows. reserved: bytes of
-        RAM for none of them. again: share of the parameters that is gathered for each micro-batch.
+        """Return the step time with as few states on drives as the RAM allows. reserved: bytes of
+        RAM that hold no states. again: share of the parameters that is gathered separately for each
+        micro-batch.
         """
         machine, at_rest = self._machine, self._states(job)
         shape = shape_in(job, self._shape)
@@ -444,14 +453,16 @@ class _Search:
         return sets * waiting_grad_bytes(self._shape, job) / self._machine.nodes
 
     def _fits_drives(self, job: Job) -> bool:
-        """False if the states do not fit even with all of the RAM; a prediction counts exactly."""
-        room = self._machine.nvme_bytes
-        if room is None or not self._machine.drives:
+        """Return False if the states do not fit the drives even if RAM held nothing but states. A
+        prediction counts exactly.
+        """
+        capacity = self._machine.nvme_bytes
+        if capacity is None or not self._machine.drives:
             return True
         states = self._states(job)
         on_drives = (states.params + states.frozen) * (job.policy.params == "nvme")
         on_drives += states.optim * (job.policy.optim == "nvme")
-        return job.policy.places * on_drives <= room + self._machine.ram_bytes
+        return job.policy.places * on_drives <= capacity + self._machine.ram_bytes
 
     def _states(self, job: Job) -> AtRest:
         """Return the bytes of all states of a node."""
@@ -464,7 +475,7 @@ class _Search:
 
 
 def states_of(shape: JobShape, state: str) -> AtRest:
-    """Return the bytes of a model's states in the format of `Policy.state`, without padding, and
+    """Return the bytes of a model's states in the format of `Policy.state`, without padding and
     without second moments that no update uses."""
     total = AtRest()
     for flat, count in shape.kinds_of_flats:
@@ -487,19 +498,21 @@ def _extremes(tilings: list[Fields]) -> list[Fields]:
 
 
 SPLITS = 4
-"""Splits of the RAM with which a bound is sharp enough to predict the way."""
+"""Number of splits of the RAM between parameters and optimizer states in the tighter bound."""
 
 
 def _least_on_nvme(
     at_rest: AtRest, job: Job, free: float, splits: int
 ) -> Iterator[AtRest]:
-    """Yield the least bytes on drives for each split of `free` bytes of RAM between parameters and
-    optimizer states. A split between two of these has no fewer bytes of either kind than one of
-    them: each yields parameters of the larger share and states of the larger share. splits 0: the
-    RAM is for parameters first, and what they leave is for states.
+    """Yield lower bounds of the bytes on drives, one for each interval of ways to split `free`
+    bytes of RAM between parameters and optimizer states. Each bound gives parameters their largest
+    share in the interval, and states their largest share, so no split in the interval leaves fewer
+    bytes of either kind on drives.
+
+    splits: number of intervals; 0: give RAM to parameters first, and the rest to states.
     """
     params = at_rest.params + at_rest.frozen
-    # A share that `Policy.resident` gives is a bound, too: the rest stays on the drives.
+    # A share in `Policy.resident` is also a bound: the rest stays on the drives.
     given = job.policy.resident_parts
     shares = {kind: part for kind, part in given.items() if isinstance(part, float)}
     least = {kind: 1.0 - shares.get(kind, 1.0) for kind in ("params", "optim")}
@@ -513,7 +526,7 @@ def _least_on_nvme(
 
 
 def _reserving(policy: Policy) -> tuple[object, ...]:
-    """Name what decides `reserved_bytes`, tiles of experts apart."""
+    """Return the fields that determine `reserved_bytes`, except the tiles of experts."""
     return (
         policy.state, policy.generations, policy.update, policy.update_on, policy.params,
         policy.hpz, policy.qgz,
@@ -529,7 +542,7 @@ def _kind(job: Job) -> tuple[object, ...]:
 
 
 def _states_kind(job: Job) -> tuple[object, ...]:
-    """Name what decides the least RAM of the states, activations apart."""
+    """Return the fields that determine the RAM that states need, without activations."""
     policy = job.policy
     return (
         policy.state, policy.generations, policy.update, policy.grads, job.stores_gradients,
@@ -549,8 +562,8 @@ def upgrades(
     exact: bool = False,
     best: Prediction | None = None,
 ) -> Mapping[str, Prediction | None]:
-    """Predict the fastest way with one more drive, and with one more module of RAM; None where no
-    way is faster than `best`, or fits if there is no best.
+    """Predict the fastest way with one more drive, and the fastest with one more module of RAM;
+    None if no way is faster than `best` or, without `best`, if no way fits.
     """
     below_s = float("inf") if best is None else best.step_s * weight_of(best.job)
     more = {

@@ -139,7 +139,7 @@ class UnitShape:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Key: equal for all tiles of a layer; a shorter last tile differs."""
+        """Key, equal for all tiles of a layer; a shorter last tile differs."""
         return self.name.partition("[")[0], self.around, self.flats
 
     def gathered_bytes(self, world: int = 1) -> int:
@@ -677,8 +677,8 @@ class Job:
     @property
     def gathers_again(self) -> int:
         """Additional gathers in one step of a unit that the vertical schedule gathers separately
-        for each micro-batch: in forward, in recomputation and in backward. These are 3 per
-        micro-batch, so 3 M; `passes` = 1 already counts 2 of them.
+        for each micro-batch: in forward, in recomputation and in backward. These are 3 M
+        gathers for M micro-batches; `passes` = 1 already counts 2 of them.
         """
         return 3 * self.micro_batches - 2 if self.vertical else 0
 
