@@ -1,1 +1,1 @@
-"""Formats of others: safetensors, GGUF, torch's files, DCP, DeepSpeed's checkpoints."""
+"""Formats of other projects: safetensors, GGUF, torch.save, DCP, DeepSpeed's checkpoints."""

@@ -1,13 +1,13 @@
-"""Checkpoints of torch.distributed.checkpoint (FileSystemWriter): read without unpickling, written
-one tensor at a time.
+"""Reads and writes checkpoints of torch.distributed.checkpoint (FileSystemWriter), without running
+pickles and with one tensor in memory at a time.
 
     .metadata     a pickle: names -> shapes, dtypes, boxes, and each box's range of a file
     *.distcp      boxes of tensors, one `torch.save` after another; read with weights_only=True
 
-torch's FileSystemReader calls `pickle.load` on `.metadata`, which executes any code in the file.
-This module reads `.metadata` into inert records, and checks them. torch's FileSystemWriter keeps
-every tensor in memory until its file is complete. This module writes each value at once, and
-`.metadata` last. Optimizer states have these names:
+A box is a rectangular part of a tensor. torch's FileSystemReader calls `pickle.load` on
+`.metadata`, which executes any code in the file. This module reads `.metadata` into inert records,
+and checks them. torch's FileSystemWriter keeps every tensor in memory until its file is complete.
+This module writes each value immediately, and `.metadata` last. Optimizer states have these names:
 
     optim.state.<parameter>.exp_avg        a tensor of the parameter's shape
     optim.state.<parameter>.step           a tensor of one number, fp32, as torch.optim keeps it
@@ -55,13 +55,13 @@ _RECORDS = (
     f"{_META}.TensorProperties", f"{_META}.StorageMeta",
     _TENSOR, _BYTES, _INDEX, f"{_META}._MEM_FORMAT_ENCODING", _STORAGE,
     "torch.serialization._get_layout",
-    # Some versions of Python pickle the members of an enum as a call of getattr. The call becomes a
-    # record, too, and is never made.
+    # Some versions of Python pickle the members of an enum as a call of getattr. The unpickler
+    # makes a record instead of the call.
     "builtins.getattr",
     "pathlib.PosixPath", "pathlib.WindowsPath",
     "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
 )  # fmt: skip
-# Harmless values that need no record.
+# Names that the unpickler replaces with harmless objects instead of records.
 _VALUES: dict[str, Any] = {
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
@@ -71,7 +71,7 @@ _VALUES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class FileRange:
-    """A range of bytes of a file."""
+    """A range of bytes in a file."""
 
     file: Path
     offset: int
@@ -80,7 +80,7 @@ class FileRange:
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A part of a tensor, and the range of the file that holds it."""
+    """A rectangular part of a tensor, and the range of a file with the part's bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -89,7 +89,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint."""
+    """A tensor in a checkpoint, stored as boxes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -102,9 +102,11 @@ class DCPFiles(NamedTensors):
 
     One file is open at a time.
 
-    The constructor reads and checks `.metadata`. Raises: FileNotFoundError without `.metadata`;
-    ValueError where `.metadata` names a class or function that the format does not need, points out
-    of the directory, or describes a tensor that the files hold only in part.
+    The constructor reads and checks `.metadata`.
+
+    Raises: FileNotFoundError without `.metadata`; ValueError if `.metadata` names a class or
+    function that the format does not need, names a file outside of the directory, or describes a
+    tensor that is incomplete in the files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -121,7 +123,7 @@ class DCPFiles(NamedTensors):
                 "torch.distributed.checkpoint, or incomplete"
             )
         try:
-            # The unpickler runs no code: every name becomes a record, or is refused.
+            # The unpickler runs no code: it makes a record for each known name, and refuses others.
             root = InertUnpickler(path.read_bytes(), records=_RECORDS, values=_VALUES).load()
             self._take(root)
         except OSError:
@@ -140,7 +142,8 @@ class DCPFiles(NamedTensors):
         return self.tensors[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor, and assemble it from its boxes. Memory: the tensor and one box. Blocks.
+        """Read the boxes of a tensor, and assemble the tensor. Takes memory for the tensor and one
+        box. Blocks.
 
         Raises: OSError; ValueError for contents that differ from `.metadata`.
         """
@@ -156,7 +159,7 @@ class DCPFiles(NamedTensors):
                 raise ValueError(
                     f"{box.range.file} has another {name} than {METADATA} says: {_kind(part)}"
                 )
-            # One box holds the whole tensor: no second copy in memory.
+            # A box with the whole tensor is the result; a copy would take memory twice.
             if box.sizes == stored.shape:
                 return part
             if whole is None:
@@ -272,8 +275,8 @@ def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
         for low, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
     ):
         return False
-    # The boxes have as many elements as the tensor. If no two boxes overlap (checked below), there
-    # is no gap either.
+    # Boxes that have the tensor's number of elements, and do not overlap (checked below), leave no
+    # gap.
     if not boxes or sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     low = np.array([box.offsets for box in boxes], dtype=np.int64)
@@ -308,7 +311,7 @@ def _kind(value: Any) -> str:
 
 
 class _Part(io.RawIOBase):
-    """A range of an open file as a separate file, since torch.load reads to the end of a file."""
+    """File object for a range of an open file, since torch.load reads to the end of a file."""
 
     def __init__(self, file: BinaryIO, part: FileRange) -> None:
         self._file, self._start, self._length, self._at = file, part.offset, part.length, 0
@@ -328,7 +331,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        # For torch.load the file ends with the range.
+        # Stop at the end of the range, which torch.load takes for the end of the file.
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
         count = self._file.readinto(target)  # type: ignore[attr-defined]
@@ -340,8 +343,8 @@ FILE = "__0_0.distcp"
 _FORMAT_VERSION = "1.0.0"
 
 Key = tuple[str | int, ...]
-"""A path in the nested dict that the checkpoint represents: ("model", "layers.0.weight"). An int is
-an index in a list.
+"""Path of a value in the checkpoint's nested dict: ("model", "layers.0.weight"). An int is an index
+in a list.
 """
 
 
@@ -349,10 +352,9 @@ an index in a list.
 
 
 class DCPWriter:
-    """Writer of a checkpoint into a directory without a checkpoint. No reader can open the
-    checkpoint before `finish`.
+    """Writer of one checkpoint. No reader can open the checkpoint before `finish`.
 
-    Raises: ValueError if the directory has a checkpoint; OSError naming the path.
+    Raises: ValueError if the directory has a checkpoint already; OSError naming the path.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -365,15 +367,16 @@ class DCPWriter:
             )
         self._directory = directory
         self._partial = directory / (FILE + ".partial")
-        # Under a temporary name: `finish` renames the data file, and then writes `.metadata`.
+        # The data file has a temporary name until `finish` renames it and writes `.metadata`.
         self._stream = open_new(self._partial)
         self._entries: dict[str, Any] = {}
         self._ranges: dict[Any, Any] = {}
         self._paths: dict[str, Key] = {}
 
     def put(self, key: Key, value: Any) -> None:
-        """Append a CPU tensor, or another object. Blocks. Raises: OSError; ValueError for a name
-        used twice.
+        """Append a CPU tensor, or another object. Blocks.
+
+        Raises: OSError; ValueError if an earlier value has the same name.
         """
         from torch.distributed.checkpoint import metadata as dcp
 
@@ -391,7 +394,7 @@ class DCPWriter:
             )
         else:
             self._entries[name] = dcp.BytesStorageMetadata()
-        # Written at once: torch's writer would keep every tensor until its file is complete.
+        # Write each value immediately; torch's writer keeps all tensors until the file is complete.
         start = self._stream.tell()
         torch.save(value, self._stream)
         index = dcp.MetadataIndex(name, offset, 0 if offset is not None else None)
@@ -399,11 +402,13 @@ class DCPWriter:
         self._paths[name] = key
 
     def finish(self) -> None:
-        """Publish the checkpoint. It survives a crash after the call. Blocks. Raises: OSError."""
+        """Publish the checkpoint. When the call returns, the checkpoint is on the drive and
+        survives a crash. Blocks. Raises: OSError.
+        """
         from torch.distributed.checkpoint import metadata as dcp
 
         self._stream.close()
-        # The data file first: a directory with `.metadata` is a checkpoint.
+        # Publish the data file before `.metadata`: a directory with `.metadata` is a checkpoint.
         publish(self._partial, self._directory / FILE)
         fsync_directory(self._directory)
         whole = dcp.Metadata(
@@ -427,7 +432,7 @@ class DCPWriter:
 
 
 class ModelPart(NamedTensors):
-    """The tensors of a checkpoint under one key. Names are the model's, without the key."""
+    """Tensors of a checkpoint under one key. Names are the model's, without the key."""
 
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
@@ -452,7 +457,7 @@ class ModelPart(NamedTensors):
 
 
 class StatePart:
-    """The optimizer states of a checkpoint under one key: a `StateSource`."""
+    """Optimizer states of a checkpoint under one key: a `StateSource`."""
 
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
@@ -495,12 +500,13 @@ def _state_of(every: Mapping[Param, Held], state: str, param: Param) -> torch.Te
 def tensors_of(
     whole: Whole, every: Mapping[Param, Held], keys: tuple[str, str], *, with_master: bool
 ) -> Iterator[tuple[Key, torch.Tensor]]:
-    """Yield one at a time the states of a parameter, or of a tiled weight, with their keys in the
-    checkpoint. Collective. Blocks.
+    """Yield the states of a parameter, or of a tiled weight, each with its key in the checkpoint.
+    Collective. Blocks.
 
-    every: the parameters that an optimizer holds; other parameters have no states. A tiled weight
-    gets the numbers of its first tile. Raises: ValueError where an optimizer holds only some tiles
-    of a weight.
+    every: the parameters that an optimizer holds, with their states. For a tiled weight, states
+    that are numbers are taken from the first tile.
+
+    Raises: ValueError if an optimizer holds some tiles of a weight but not all.
     """
     held = [every[param] for param in whole.params if param in every]
     if not held:
@@ -517,7 +523,7 @@ def tensors_of(
             tensor = whole.merged(functools.partial(_state_of, every, state))
         else:
             value = held[0].state[state]
-            # torch.optim keeps step counts as fp32 tensors, exact for whole numbers up to 2^24.
+            # torch.optim keeps step counts as fp32 tensors, which are exact up to 2^24.
             tensor = (
                 value
                 if isinstance(value, torch.Tensor)
@@ -527,10 +533,10 @@ def tensors_of(
 
 
 def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
-    """Yield the hyper-parameters of each of `optimizer.torch_groups()`. Tensors become numbers."""
+    """Yield the hyper-parameters of each group, with tensors converted to numbers."""
     for index, group in enumerate(optimizer.torch_groups()):
         for name, value in group.items():
-            # Parameters are objects of this process: the file has their names instead.
+            # Parameters are objects of this process, so write their names.
             if name == "params":
                 value = list(dict.fromkeys(param.infinity_link.param.keys[0] for param in value))
             elif isinstance(value, torch.Tensor):

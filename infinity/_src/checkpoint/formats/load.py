@@ -1,10 +1,10 @@
-"""Loading values and optimizer states of other formats into an offloaded model: matched by name,
-checked as a whole, then written one by one.
+"""Loads values and optimizer states of other formats into an offloaded model: matches all of them
+by name, checks all of them, and then writes one tensor at a time.
 
-A parameter with optimizer states gets the value as its fp32 master, in the precision of the file,
-even if the rounded value does not change; forward computes with the master, rounded as by an
-update. A parameter without optimizer states gets the value rounded to its dtype. Moments, step
-counts and gradients do not change.
+For a parameter with optimizer states, a load writes the value into the fp32 master, in the
+precision of the file; forward computes with the rounded master, as after an update. For other
+parameters a load writes the value rounded to the parameter's dtype. A load of values does not
+change moments, step counts and gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Engine(Protocol):
 
 
 class Loaded(NamedTuple):
-    """Names that a load with strict=False left out. missing: names that only the model has.
+    """Names that a load with strict=False skipped. missing: names that only the model has.
     unexpected: names that only the source has.
     """
 
@@ -52,7 +52,9 @@ class Loaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
-    """The name of each parameter's and each buffer's tensor."""
+    """Parameters and buffers, each with the name of its tensor in the source. left_out: names
+    without a match.
+    """
 
     params: list[tuple[Param, str]]
     buffers: list[tuple[torch.Tensor, str]]
@@ -62,12 +64,14 @@ class Matched:
 def match(
     model: torch.nn.Module, units: Iterable[Unit], source: NamedTensors, *, strict: bool
 ) -> Matched:
-    """Find the tensor of every parameter and persistent buffer. Nothing is read or written.
+    """Find the source's tensor for every parameter and persistent buffer. Reads and writes no
+    tensor.
 
-    A tied parameter takes the first of its names that the source has. The source may have buffers
-    that are not persistent; these are not loaded. Raises: ValueError naming everything that is
-    missing or unexpected (with `strict`), and everything of another shape or kind of dtype
-    (always).
+    A tied parameter has several names and takes the first that the source has. If the source has
+    buffers that are not persistent, they are skipped.
+
+    Raises: ValueError naming all tensors whose shape or kind of dtype differs and, with `strict`,
+    all missing and unexpected names.
     """
     known = set(source.names())
     params: list[tuple[Param, str]] = []
@@ -82,7 +86,7 @@ def match(
         if name is None:
             missing.append(names[0])
             return None
-        # A tile is matched by its whole weight.
+        # The source has whole weights, so compare the shape of the whole weight, not of the tile.
         shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
         if source.shape(name) != shape:
             wrong.append(f"{name} has shape {source.shape(name)} there and {shape} in the model")
@@ -94,7 +98,7 @@ def match(
         name = found(param.keys, param)
         if name is not None:
             params.append((param, name))
-    # One buffer may be registered under several names; any of them is enough.
+    # A model may register a buffer under several names; the source needs one of them.
     persistent: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for buffer in find_buffers(model):
         if buffer.persistent:
@@ -113,10 +117,10 @@ def _checked(
     label: str, missing: Iterable[str], unexpected: Iterable[str], wrong: Iterable[str],
     *, strict: bool,
 ) -> Loaded:  # fmt: skip
-    """Return the names that are left out. Raises: ValueError for differences, and with `strict`
-    also for names that are left out.
+    """Return the names without a match. Raises: ValueError if a shape or dtype differs or, with
+    `strict`, if a name has no match.
     """
-    # Each once: the tiles of a weight report the same names.
+    # Remove duplicates: the tiles of a weight report the same names.
     missing, wrong = tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(wrong))
     left_out = Loaded(missing, tuple(sorted(unexpected)))
     named = zip(Loaded._fields, left_out, strict=True) if strict else ()
@@ -131,7 +135,7 @@ def _checked(
 
 
 def check_idle(units: Iterable[Unit]) -> None:
-    """Raise RuntimeError while a unit is in use: its values cannot be replaced during a forward, a
+    """Raise RuntimeError if a unit is in use: a load cannot replace values during a forward, a
     backward or a gather().
     """
     for unit in units:
@@ -143,15 +147,14 @@ def check_idle(units: Iterable[Unit]) -> None:
 
 
 def has_master(states: States, param: Param) -> bool:
-    """Return whether the parameter is stored with optimizer states, which include its fp32 master.
-    """
+    """Return whether the parameter has optimizer states, which include an fp32 master."""
     return states.store[param.flat].format is not Format.RAW
 
 
 def write_param(of: Engine, param: Param, value: torch.Tensor) -> None:
-    """Set a parameter, and its fp32 master if it has one. Calls no collective. Blocks."""
-    # The master retains the value in the file's precision; the parameter is rounded from it as an
-    # update rounds.
+    """Write a parameter's value, into the fp32 master if there is one. Calls no collective. Blocks.
+    """
+    # The write rounds the parameter from the master, as an update does.
     if has_master(of.states, param):
         of.states.write(param, 0, value)
     else:
@@ -159,8 +162,8 @@ def write_param(of: Engine, param: Param, value: torch.Tensor) -> None:
 
 
 class LastRead:
-    """Reader of named tensors that retains the last one, for the tiles of a weight, which are
-    loaded one after the other.
+    """Reader of named tensors that caches the last tensor: consecutive tiles of a weight need the
+    same tensor.
     """
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
@@ -169,24 +172,25 @@ class LastRead:
 
     def __call__(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
-            # Dropped first, so that two tensors are never in memory.
+            # Free the last tensor before the read, so that memory never holds two tensors.
             self._last = None
             self._last = name, self._read(name)
         return self._last[1]
 
 
 def _by_name(matches: Sequence[_Match]) -> list[_Match]:
-    """Order matches so that those with one name (the last element of each) follow the first of
-    them: the tensor of a weight is then read once for all tiles.
+    """Sort matches so that equal names (the last element of a match) are adjacent, in the order of
+    first appearance. `LastRead` then reads the tensor of a weight once for all tiles.
     """
     order = {match[-1]: at for at, match in reversed(list(enumerate(matches)))}
     return sorted(matches, key=lambda match: order[match[-1]])
 
 
 def take_in(of: Engine, source: NamedTensors, matched: Matched) -> None:
-    """Write the matched tensors, one in memory at a time. Calls no collective. Blocks.
+    """Read and write the matched tensors, with one tensor in memory at a time. Calls no collective.
+    Blocks.
 
-    Raises: any error of reading or writing; then some tensors have been written and others not.
+    Raises: any error of reading or writing; some tensors have then been written, others not.
     """
     sizes = {param: param.numel * param.dtype.itemsize for param, _ in matched.params}
     line = ProgressLine("loading weights", sum(sizes.values()), shown=of.comm.rank == 0)
@@ -208,8 +212,9 @@ MASTER = "master"
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A parameter with its optimizer states. tensors, numbers: names of the states of its shape,
-    and of the states that are numbers. optional: names of states that a checkpoint may lack.
+    """A parameter that an optimizer holds. tensors: names of the states with the parameter's shape.
+    numbers: names of the states that are numbers. optional: names of states that a checkpoint may
+    lack.
     """
 
     param: Param
@@ -241,17 +246,18 @@ class StateSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MatchedStates:
-    """The states that were found, in the order in which they are written."""
+    """States with a match in the checkpoint, in the order of writing. left_out: names without one.
+    """
 
     names: list[tuple[Held, str, str]]  # (parameter, state, name in the checkpoint)
     left_out: Loaded
 
 
 def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) -> MatchedStates:
-    """Find the states of every parameter that is held. Nothing is read or written.
+    """Find the checkpoint's states for every parameter in `every`. Reads and writes no state.
 
-    Raises: ValueError naming what is missing or unexpected (with `strict`), and what has another
-    shape (always).
+    Raises: ValueError naming all states whose shape differs and, with `strict`, all missing and
+    unexpected names.
     """
     there = set(source.names)
     found: list[tuple[Held, str, str]] = []
@@ -260,7 +266,7 @@ def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) ->
     for held in every:
         wanted = (*held.tensors, *held.numbers)
         keys = held.param.keys
-        # The file may have any of a tied parameter's names.
+        # The file may have a tied parameter under any of the parameter's names.
         key = next(
             (key for key in keys if any(source.name_of(key, state) in there for state in wanted)),
             keys[0],
@@ -280,18 +286,18 @@ def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) ->
 
 
 def take_in_states(source: StateSource, matched: MatchedStates) -> None:
-    """Write the states that were matched, one tensor in memory at a time. Calls no collective.
+    """Read and write the matched states, with one tensor in memory at a time. Calls no collective.
     Blocks.
 
-    Raises: any error of reading or writing, ValueError for an impossible number; then some states
-    have been written.
+    Raises: any error of reading or writing, ValueError for an impossible number; some states have
+    then been written, others not.
     """
     read = LastRead(source.read)
     for held, state, name in _by_name(matched.names):
         value: Any = read(name)
         if state in held.numbers:
             value = value.item() if hasattr(value, "item") else value
-            # torch.optim stores the step count as an fp32 tensor; here it is an int.
+            # torch.optim stores the step count as an fp32 tensor; the engine needs an int.
             if state == "step" and isinstance(value, float) and value.is_integer():
                 value = int(value)
             if isinstance(value, bool) or not isinstance(value, (int, float)):

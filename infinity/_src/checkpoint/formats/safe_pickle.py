@@ -1,12 +1,12 @@
-"""Reading pickles without running them, and encoding the user's small state as bytes.
+"""Reads pickles without running them, and encodes the user's small state as bytes.
 
-A pickle is a program that calls the names in it. This module replaces each name in a fixed list by
-an inert record class. Every read makes new classes, so a hostile file affects only its own values.
-No name in a file is imported.
+A pickle is a program that imports and calls functions by name. This module imports no name from a
+file: it replaces each name of a fixed list with an inert record class, and refuses all other names.
+Every read makes new record classes, so a hostile file cannot change what other reads return.
 
-The user's small state (`handle.extra`, `inf.save(extra=)`) is written by torch.save and read by
-torch.load(weights_only=True). Arrays and scalars of numpy, which random generators' states contain,
-are written as tensors.
+torch.save writes the user's small state (`handle.extra`, `inf.save(extra=)`), and
+torch.load(weights_only=True) reads it. States of random generators contain arrays and scalars of
+numpy, which this module writes as tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 
 class Record:
-    """Stand-in for an object in a pickle: the arguments and the state from which unpickling would
-    make it.
+    """Stand-in for an object in a pickle, with the arguments and the state that unpickling would
+    pass to the object's class.
     """
 
     kind = ""  # the name in the pickle
@@ -46,13 +46,15 @@ class Record:
 
 def record_class(name: str) -> Any:
     """Make a record class that stands for `name`."""
-    # A new class for each read: a file may set attributes on it.
+    # Make a new class for each read: a file may set attributes on the class.
     return type("Record", (Record,), {"kind": name})
 
 
 class KnownNames:
-    """Names that a pickle may contain. `records`, and names that begin with `prefix`, become
-    records; `values` maps names to harmless objects.
+    """Names that a pickle may contain.
+
+    records: names to replace with record classes. prefix: beginning of further such names. values:
+    harmless objects by name.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class KnownNames:
         full = f"{module}.{name}"
         if self._prefix and full.startswith(self._prefix) and full not in self._known:
             self._known[full] = record_class(full)
-        # An allow-list: unknown names are refused.
+        # `_known` is an allow-list: refuse all other names.
         if full not in self._known:
             raise pickle.UnpicklingError(
                 f"it names {full}, which such a file does not need; it was not imported"
@@ -74,12 +76,12 @@ class KnownNames:
         return self._known[full]
 
 
-# The unpickler in C allocates for as many objects as a pickle declares: 64 GiB for six bytes.
+# This subclasses the unpickler in Python, because the one in C allocates memory for the number of
+# objects that a pickle declares: six bytes can take 64 GiB.
 class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unused-ignore]
-    """Unpickler for which the names in `records` become records, and the names in `values` the
-    given harmless objects; any other name is refused.
+    """Unpickler that replaces names in a pickle as `KnownNames` does, and refuses other names.
 
-    Raises: pickle.UnpicklingError naming what was refused.
+    Raises: pickle.UnpicklingError naming the refused name or object.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unu
         raise pickle.UnpicklingError(f"it names the extension {code} of pickle")
 
     def _refuse_bytearray(self: Any) -> None:
-        # Python would allocate as many bytes as the pickle declares.
+        # Python would allocate the number of bytes that the pickle declares.
         raise pickle.UnpicklingError("it has a bytearray, which such a file does not need")
 
     dispatch: ClassVar[Any] = {
@@ -113,10 +115,10 @@ class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unu
 
 
 def load_tensors(source: io.BufferedReader) -> Any:
-    """Read a whole file of `torch.save` to the CPU, by torch.load(weights_only=True).
+    """Read a whole file of `torch.save` to the CPU, by torch.load(weights_only=True), which refuses
+    names that torch does not list as harmless. Blocks.
 
-    torch refuses names that it does not list as harmless. Blocks. Raises: OSError; ValueError for
-    damage, or naming what is refused.
+    Raises: OSError; ValueError if the file is damaged, or naming the refused name.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
@@ -139,8 +141,7 @@ def reason_of(message: str) -> str:
 
 
 def extra_bytes(extra: object) -> bytes | None:
-    """Encode the user's small state. Raises: ValueError when it could not be read back without
-    running code.
+    """Encode the user's small state. Raises: ValueError if `read_extra` could not decode the bytes.
     """
     if extra is None:
         return None
@@ -149,7 +150,7 @@ def extra_bytes(extra: object) -> bytes | None:
         torch.save(
             extra, out, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
         )
-        # Read back at once, so that a failure to read is found now and not after a crash.
+        # Decode the bytes now: an error after a crash would be too late.
         _loaded(out.getvalue())
     except Exception as error:
         refused = isinstance(error, pickle.UnpicklingError)
@@ -179,7 +180,7 @@ def read_extra(data: bytes) -> Any:
 
 
 def _loaded(data: bytes) -> Any:
-    # The two functions that `_Pickler` writes; torch refuses every other name.
+    # Allow the two functions that `_Pickler` writes; torch refuses names that it does not know.
     with torch.serialization.safe_globals([_array, _scalar]):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -193,12 +194,12 @@ def _scalar(value: torch.Tensor) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes arrays and scalars of numpy as calls of `_array` and `_scalar`, the only
-    names that reading allows in addition to torch's."""
+    """Pickler that writes numpy's arrays and scalars as calls of `_array` and `_scalar`, the only
+    names that `_loaded` allows in addition to torch's."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray or isinstance(value, np.generic):
-            # Reading refuses arrays of a dtype or byte order that tensors do not have.
+            # Leave arrays whose dtype or byte order tensors lack unchanged; `_loaded` refuses them.
             with contextlib.suppress(TypeError, ValueError):
                 return (_array if type(value) is np.ndarray else _scalar), (
                     torch.from_numpy(np.array(value)),

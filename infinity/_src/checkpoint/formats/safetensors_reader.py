@@ -1,18 +1,18 @@
-"""Safetensors: the format, files in memory, and reading files tensor by tensor.
+"""Safetensors: encodes and decodes the format, and reads files tensor by tensor.
 
     8 bytes: the header's length  |  header, JSON: name -> dtype, shape, bytes  |  tensors
 
-The buffers of a checkpoint are such a file, in memory as a whole. A buffer whose dtype the format
-lacks (complex128, int4) is stored as bytes, U8, and `__metadata__` has its dtype and shape.
+`encode_tensors` and `decode_tensors` convert the buffers of a checkpoint to such a file in memory
+and back. If the format lacks a buffer's dtype (complex128, int4), the file has the buffer as bytes,
+U8, and `__metadata__` has the dtype and shape.
 
-Files of weights are read in two steps: first all headers, then one tensor at a time, or a range of
-its elements.
+`SafetensorsFiles` first reads all headers, and then single tensors or ranges of their elements.
 
     directory, index or file  ->  headers, checked against the sizes of the files  ->  tensors
 
-Tensors are read, not mapped: if a file is cut short or a drive fails meanwhile, a read raises,
-where access to mapped memory would kill the process. Tensors are ordinary memory, which is freed
-when the caller drops them.
+This module reads files and never maps them. If a drive fails or a file is cut short, a read raises
+an error, while access to mapped memory would kill the process. Tensors are ordinary memory, which
+is freed with the last reference.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _METADATA, _DTYPES = "__metadata__", "infinity.dtypes"
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file. shape: torch's, also for dtypes that a file stores packed."""
+    """One tensor of a file. shape: the shape in torch, also if the file packs the elements."""
 
     name: str
     dtype: torch.dtype
@@ -71,8 +71,9 @@ class FileTensor:
 
 @dataclasses.dataclass(frozen=True)
 class HeaderEntry:
-    """One tensor as a header describes it; torch may lack its dtype. shape: torch's, if torch has
-    the dtype. start: offset of its first byte from the end of the header.
+    """One tensor as a header describes it. stored_as: the format's name of the dtype, which torch
+    may lack. shape: the shape in torch, or in the header if torch lacks the dtype. start: offset of
+    the first byte from the end of the header.
     """
 
     name: str
@@ -94,12 +95,13 @@ def check_dtypes(tensors: Iterable[FileTensor], *, way_out: str) -> None:
 
 
 def file_order(tensor: FileTensor) -> tuple[int, str]:
-    """Return the sort key of tensors in a file, the same as in the format's reference library."""
+    """Return the key by which the format's reference library sorts the tensors of a file."""
     return _RANK_OF[tensor.dtype], tensor.name
 
 
 def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
-    """Encode the header of a file, its length included. tensors: in `file_order`."""
+    """Encode the header of a file, including the header's length. tensors: sorted by `file_order`.
+    """
     described: dict[str, object] = {_METADATA: metadata} if metadata else {}
     at = 0
     for tensor in tensors:
@@ -111,13 +113,13 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
         }
         at = end
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    # Padded with blanks to align the data.
+    # Pad the header with blanks to align the data.
     text = text.ljust(round_up(len(text), 8))
     return len(text).to_bytes(8, "little") + text
 
 
 def decode_header(text: bytes) -> tuple[list[HeaderEntry], dict[str, Any]]:
-    """Decode the JSON of a header: its tensors, and `__metadata__`. Raises: ValueError."""
+    """Decode the JSON of a header to (tensors, `__metadata__`). Raises: ValueError."""
     try:
         described: dict[str, Any] = dict(json.loads(text))
         metadata = dict(described.pop(_METADATA, None) or {})
@@ -147,7 +149,7 @@ def _entry(name: str, entry: dict[str, Any]) -> HeaderEntry:
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Encode tensors on the CPU, of any dtypes, as the bytes of a file."""
-    # Tensors whose dtypes the format has are stored as its reference library stores them.
+    # If the format lacks a dtype, store the tensor's bytes, and its dtype and shape as metadata.
     lacking = {
         name: [dtype_name(value.dtype), list(value.shape)]
         for name, value in tensors.items()
@@ -166,8 +168,9 @@ def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def decode_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Decode the bytes of `encode_tensors`, or of a file of the format's reference library. Raises:
-    ValueError.
+    """Decode the bytes of a file from `encode_tensors` or from the format's reference library.
+
+    Raises: ValueError.
     """
     size = int.from_bytes(data[:8], "little")
     entries, metadata = decode_header(data[8 : 8 + size])
@@ -193,15 +196,15 @@ def decode_tensors(data: bytes) -> dict[str, torch.Tensor]:
 _INDEX_NAME = re.compile(r".*\.safetensors\.index(\.[^.]+)?\.json")
 
 READ_BYTES_MAX = 1 << 30
-"""Most bytes of one system call; Linux transfers less than 2 GiB in a call."""
+"""Largest number of bytes in one system call; Linux transfers less than 2 GiB in a call."""
 
 PIECE_BYTES = 64 * MIB
-"""Bytes of a tensor that are read and converted together."""
+"""Bytes that `read_into` reads and converts at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file. start: its first byte in the file."""
+    """One tensor in a file. start: offset of the first byte in the file."""
 
     path: Path
     name: str
@@ -212,7 +215,8 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Torch's dtype. Raises: WeightsError for a dtype that torch lacks, such as F6_E2M3."""
+        """The dtype in torch. Raises: WeightsError for a dtype that torch lacks, such as F6_E2M3.
+        """
         found = FROM_SAFETENSORS.get(self.stored_as)
         if found is None:
             raise WeightsError(
@@ -226,12 +230,12 @@ class StoredTensor:
 
 
 class StoredTensors(FileTensors):
-    """Tensors of files, by name. One file is open at a time."""
+    """Tensors in files, by name. One file is open at a time."""
 
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.label = str(path)
         self._tensors = tensors
-        # Only one file is open: a large model may have more files than a process may open.
+        # Keep only one file open: a large model may have more files than a process may open.
         self._open: _OpenFile | None = None
 
     def names(self) -> Iterable[str]:
@@ -260,12 +264,12 @@ class StoredTensors(FileTensors):
         return SourceFiles(tuple(dict.fromkeys(each.path for each in self._tensors.values())))
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read the `out.numel()` elements of one tensor from `start` on into `out`, converted to
-        its dtype. Raises: as `read`."""
+        """Read `out.numel()` elements of one tensor, from element `start` on, and convert them to
+        the dtype of `out`. Raises: as `read`."""
         stored = self._tensors[name]
         dtype = stored.dtype
         step = max(PIECE_BYTES // dtype.itemsize, 1)
-        # In pieces, so that a conversion takes the memory of one piece only.
+        # Read and convert in pieces: a conversion takes additional memory for one piece.
         for at in range(0, out.numel(), step):
             part = out[at : at + step]
             is_same = part.dtype == dtype and part.is_contiguous()
@@ -282,13 +286,13 @@ class StoredTensors(FileTensors):
 
 
 class SafetensorsFiles(StoredTensors):
-    """The safetensors of a directory, of an index, or of a single file. In a directory these are
-    the files of its index; without an index model.safetensors; without that, all files.
+    """Tensors of a directory, of an index, or of a single file. In a directory these are the files
+    that the index names; without an index, model.safetensors; without that file, all safetensors.
 
-    Raises: FileNotFoundError; WeightsError for several indices, an index in one directory with a
-    model.safetensors that it does not name, an index that leads out of its directory or names a
-    tensor that its file lacks, a tensor in several files without an index, and a file that is
-    broken or cut short.
+    Raises: FileNotFoundError; WeightsError if a directory has several indices, or an index and a
+    model.safetensors that the index does not name; if an index names a file outside of the
+    directory, or a tensor that the file lacks; if several files have the same tensor and no index
+    decides; if a file is damaged or cut short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -296,7 +300,7 @@ class SafetensorsFiles(StoredTensors):
 
 
 class _OpenFile:
-    """A file that is open for reading. It is closed when the object is dropped."""
+    """A file that is open for reading until the last reference to this object ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -304,8 +308,8 @@ class _OpenFile:
         weakref.finalize(self, os.close, self._fd)
 
     def read(self, out: memoryview, start: int, name: str) -> None:
-        """Fill `out` from byte `start` on. Blocks. Raises: AioError; ShortTransferError if the file
-        ends before `out` is full."""
+        """Fill `out` with the file's bytes from `start` on. Blocks. Raises: AioError;
+        ShortTransferError if the file ends before `out` is full."""
         done = 0
         while done < len(out):
             try:
@@ -352,16 +356,17 @@ def _open(path: Path) -> int:
 
 
 _HEADER_BYTES_MAX = 100_000_000
-"""The format's limit."""
+"""Largest header that the format allows."""
 
 
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
-"""First bytes of files of torch.save: a zip, or before torch 1.6 a pickle."""
+"""First bytes of files of torch.save: a zip or, before torch 1.6, a pickle."""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the header of one file. Returns its tensors by name. Raises: WeightsError for a file
-    that is not safetensors, or is cut short; OSError.
+    """Read the header of one file, and return the file's tensors by name.
+
+    Raises: WeightsError if the file is not safetensors, or is cut short; OSError.
     """
     check_link(path)
     size = path.stat().st_size
@@ -396,7 +401,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_whole(path: Path, size: int, tensors: Iterable[StoredTensor], kind: str) -> None:
-    """Raise WeightsError if a file of `size` bytes ends before some of its tensors do."""
+    """Raise WeightsError if a tensor ends after the end of the file. size: bytes of the file."""
     lost = sorted(
         (tensor for tensor in tensors if tensor.start + tensor.size_bytes > size),
         key=lambda tensor: tensor.start,
@@ -415,7 +420,7 @@ def check_whole(path: Path, size: int, tensors: Iterable[StoredTensor], kind: st
 
 
 def _stored(path: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a directory, an index or a file, each with its place."""
+    """Find all tensors of a directory, an index or a file."""
     if path.is_file():
         return _indexed(path) if is_index(path) else read_header(path)
     check_link(path)
@@ -439,7 +444,7 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
                 path=str(path),
             )
         return _indexed(indices[0])
-    # As in transformers: other files are copies of the same weights (consolidated, fp16).
+    # transformers does the same: other files are copies of the weights (consolidated, fp16).
     if single.is_file():
         return read_header(single)
     files = sorted(path.glob("*.safetensors"))
@@ -450,7 +455,7 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
     found: dict[str, list[StoredTensor]] = {}
     for tensor in itertools.chain.from_iterable(read_header(file).values() for file in files):
         found.setdefault(tensor.name, []).append(tensor)
-    # Without an index several tensors with one name are ambiguous.
+    # Without an index, a tensor in several files is ambiguous.
     several = {name: tensors for name, tensors in found.items() if len(tensors) > 1}
     if several:
         raise WeightsError(
@@ -469,19 +474,20 @@ def _places(tensors: Sequence[StoredTensor]) -> str:
 
 
 def is_index(path: Path) -> bool:
-    """Return whether a path has the name of an index, or of a variant's index."""
+    """Return whether a path has the name of an index, possibly with a variant (".fp16")."""
     return bool(_INDEX_NAME.fullmatch(path.name))
 
 
 def read_index(
     index: Path, directory: Path
 ) -> tuple[dict[str, str], dict[str, dict[str, StoredTensor]]]:
-    """Return the file name of each tensor, and the header of each file, in order of file names.
+    """Return (file name of each tensor, header of each file sorted by file name).
+
     Raises: FileNotFoundError; WeightsError.
     """
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
-    # All files are checked before any is read, and the error names all that are missing.
+    # Check all files before the first read, so that the error names all missing files.
     for name in files:
         check_link(directory / name)
     gone = [name for name in files if not (directory / name).is_file()]
@@ -510,8 +516,9 @@ def _indexed(index: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's file, in the directory of the index. Raises: WeightsError
-    also for a path to another directory.
+    """Return the file name of each tensor.
+
+    Raises: WeightsError if the index is damaged or names a file in another directory.
     """
     try:
         found = json.loads(index.read_text(encoding="utf-8"))
@@ -522,7 +529,7 @@ def _weight_map(index: Path) -> dict[str, str]:
             path=str(index),
         ) from error
     for name, file in weight_map.items():
-        # An index from elsewhere must not make this read files outside of its directory.
+        # A hostile index must not cause reads of files outside of the directory.
         if not isinstance(file, str) or Path(file).name != file or file == "..":
             raise WeightsError(
                 f"{index} says that {name} is in {file!r}; files must lie beside their index: move "

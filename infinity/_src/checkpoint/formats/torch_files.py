@@ -1,16 +1,17 @@
-"""Files of torch.save, read piece by piece. Nothing in them is run or imported.
+"""Reads files of torch.save piece by piece, and neither runs nor imports anything in them.
 
     file = TorchFile(path, descriptors)
-    stored = file.tensor(file.root["weight"])     dtype, shape and place, checked
-    stored.read_into(target, start)               elements, read on demand
+    stored = file.tensor(file.root["weight"])     checks dtype, shape and position
+    stored.read_into(target, start)               reads elements
 
-A file is a zip whose members are not compressed: `data.pkl`, and one for each storage. The pickle
-becomes plain data in which tensors are inert records. A tensor is accepted only if its storage has
-the size of its member, and its elements lie in the storage; so no record in a file makes a read
-larger than the file. Members have a CRC-32, which `check` compares; torch.load does not.
+A file is a zip with uncompressed members: `data.pkl`, and one member for each storage. This module
+unpickles `data.pkl` into plain data with an inert record for each tensor. `TorchFile.tensor`
+accepts a tensor only if the storage has the size of the member, and the elements are inside the
+storage; so no record in a file causes a read larger than the file. The zip has a CRC-32 of each
+member. `TorchFile.check` compares these checksums; torch.load does not.
 
-Files are read with pread, never mapped: if a drive fails or a file is cut short meanwhile, a read
-raises, where access to mapped memory would end the process by a signal.
+This module reads files with pread and never maps them. If a drive fails or a file is cut short,
+pread raises an error, while access to mapped memory would end the process by a signal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from infinity._src.base.dtypes import BY_NAME
 from infinity._src.checkpoint.formats.safe_pickle import InertUnpickler, Record
 
 DESCRIPTORS_MAX = 256
-"""Most files open at once: a checkpoint of many ranks has more files than a process may open."""
+"""Largest number of open files: a checkpoint of many ranks has more files than a process may open.
+"""
 CHECK_BYTES = 4 << 20
 _DIMENSIONS_MAX = 64
 _LOCAL_HEADER_BYTES = 30
@@ -43,7 +45,8 @@ _PARAMETERS = (
     "torch._utils._rebuild_parameter",
     "torch._utils._rebuild_parameter_with_state",
 )
-# A tensor that has attributes: (function, class, its arguments, attributes).
+# Function that rebuilds a tensor with attributes. Arguments: (function, class, arguments of the
+# function, attributes).
 _WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _STORAGES = {
@@ -64,7 +67,7 @@ _STORAGES = {
 
 
 class _Dict(dict[Any, Any]):
-    """Stand-in for OrderedDict. Attributes (in a state dict the versions of modules) are dropped.
+    """Stand-in for OrderedDict that ignores attributes (in a state dict the versions of modules).
     """
 
     def __setstate__(self, state: Any) -> None:
@@ -72,7 +75,7 @@ class _Dict(dict[Any, Any]):
 
 
 def _latin1(text: str, codec: str) -> bytes:
-    """Decode bytes as pickles of protocol 2 encode them. Raises: pickle.UnpicklingError."""
+    """Decode bytes, which pickles of protocol 2 store as text. Raises: pickle.UnpicklingError."""
     if not isinstance(text, str) or codec != "latin1":
         raise pickle.UnpicklingError("its bytes are not written as torch.save writes them")
     return text.encode(codec)
@@ -85,7 +88,7 @@ _VALUES: dict[str, Any] = {
     "collections.OrderedDict": _Dict,
     "_codecs.encode": _latin1,
     **{f"torch.{name}": dtype for name, dtype in BY_NAME.items()},
-    # Protocol 2 uses the module's name of Python 2.
+    # Pickles of protocol 2 name the module as Python 2 did, `__builtin__`.
     **{
         f"{module}.{kind.__name__}": kind
         for module in ("builtins", "__builtin__")
@@ -113,7 +116,8 @@ class _Unpickler(InertUnpickler):
 
 
 class _Member(NamedTuple):
-    """A member of the zip: offset of its first byte, bytes, and their CRC-32 (0: none computed).
+    """A member of the zip. offset: offset of the first byte in the file. size: number of bytes.
+    crc: CRC-32 of the bytes; 0: the writer computed none.
     """
 
     offset: int
@@ -123,16 +127,17 @@ class _Member(NamedTuple):
 
 @final
 class Descriptors:
-    """Open files; the least recently used is closed to open another. A context manager."""
+    """Cache of open files, least recently used first out. A context manager that closes all."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def read_into(self, path: Path, offset: int, target: memoryview) -> None:
-        """Fill `target` from `offset` on. Blocks. Raises: OSError naming the path; ValueError if
-        the file ends before `target` is full.
+        """Fill `target` with the file's bytes from `offset` on. Blocks.
+
+        Raises: OSError naming the path; ValueError if the file ends before `target` is full.
         """
-        # The directory of a hostile zip may contain any offset.
+        # The zip's directory in a hostile file may contain any offset.
         if offset < 0:
             raise ValueError(f"{path} is refused: it has a member at byte {offset}")
         done = 0
@@ -170,7 +175,7 @@ class Descriptors:
 
 @final
 class StoredTensor:
-    """A tensor of a file: its dtype and shape, and the place of its elements."""
+    """A tensor in a file: dtype, shape, and position of the elements in a member of the zip."""
 
     def __init__(
         self,
@@ -207,8 +212,9 @@ class StoredTensor:
         return out.copy_(span.as_strided(self.shape, self._strides))
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
-        """Fill a contiguous vector with the elements from `start` on. Blocks. Raises: OSError;
-        ValueError for a tensor that is not contiguous in the file.
+        """Fill a contiguous vector with the elements from `start` on. Blocks.
+
+        Raises: OSError; ValueError if the tensor is not contiguous in the file.
         """
         if not self._is_contiguous:
             raise ValueError(f"{self.file.path}: a vector has the strides {self._strides}")
@@ -228,12 +234,12 @@ class StoredTensor:
 
 @final
 class TorchFile:
-    """A file of torch.save, open to read. root: its object, of plain data and records, which
-    `tensor` and `plain` convert to values.
+    """A file of torch.save, open for reading. root: the saved object as plain data and inert
+    records; `tensor` and `plain` convert parts of it to values.
 
-    prefix: names that begin with it ("package.") become inert records, too.
+    prefix: beginning of further names ("package.") that the unpickler replaces with inert records.
 
-    Raises: OSError; ValueError naming the path, for damage and for names that are refused.
+    Raises: OSError; ValueError naming the path, for a damaged file and for refused names.
     """
 
     def __init__(self, path: Path, descriptors: Descriptors, *, prefix: str = "") -> None:
@@ -254,15 +260,17 @@ class TorchFile:
             raise ValueError(f"{path} is refused: {_reason(error)}") from error
 
     def tensor(self, value: Any) -> StoredTensor:
-        """Check a tensor in `root`. Reads nothing. Raises: ValueError naming the path."""
+        """Check a tensor in `root`, without reading elements. Raises: ValueError naming the path.
+        """
         try:
             return self._tensor(value)
         except (TypeError, IndexError, KeyError, ValueError) as error:
             raise ValueError(f"{self.path} is refused: {_reason(error)}") from error
 
     def plain(self, value: Any) -> Any:
-        """Return a value of `root` as plain data, with its tensors read. Blocks. Raises: OSError;
-        ValueError naming an object that is no plain data.
+        """Convert a value in `root` to plain data, and read the tensors in it. Blocks.
+
+        Raises: OSError; ValueError naming an object that is no plain data.
         """
         try:
             return self._plain(value, {}, set())
@@ -270,9 +278,9 @@ class TorchFile:
             raise ValueError(f"{self.path} is refused: it is nested too deeply") from None
 
     def check(self, members: Iterable[str] | None = None) -> None:
-        """Read members (None: all) and compare their checksums, where the file has them. Blocks.
+        """Read members (None: all) and compare their checksums, if the file has any. Blocks.
 
-        Raises: OSError; ValueError naming the file and the place of damage.
+        Raises: OSError; ValueError naming the file and the damaged member.
         """
         chosen = (
             self._members if members is None else {name: self._members[name] for name in members}
@@ -340,8 +348,8 @@ class TorchFile:
     def _plain(self, value: Any, made: dict[int, Any], within: set[int]) -> Any:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
             return value
-        # Each object is converted once: a few bytes of a pickle can nest lists that contain the
-        # next one twice, and would otherwise grow exponentially.
+        # Convert each object only once. A few bytes of a pickle can describe nested lists that each
+        # contain the next list twice, and repeated conversions would take exponential time.
         if id(value) in made:
             return made[id(value)]
         if id(value) in within:
@@ -381,7 +389,7 @@ def _call_of(value: Any) -> tuple[str, Any]:
 
 
 def _members(path: Path, descriptors: Descriptors) -> dict[str, _Member]:
-    """Find the members of a zip, each checked to lie in the file, uncompressed."""
+    """Find the members of a zip, and check that each is uncompressed and inside the file."""
     found: dict[str, _Member] = {}
     status = path.stat()
     size = status.st_size
@@ -430,7 +438,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements of the storage from the tensor's first to its last."""
+    """Return the number of the storage's elements from the tensor's first element to the last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
