@@ -1,5 +1,5 @@
-"""ZeRO checkpoints of DeepSpeed, of stage 1, 2 or 3, written by any number of ranks: masters,
-moments, and the fields from which a run resumes.
+"""Reads ZeRO checkpoints of DeepSpeed (stage 1, 2 or 3, any number of ranks): masters, moments, and
+the fields from which a run resumes.
 
     latest              the name of the newest folder
     global_stepN/
@@ -11,12 +11,12 @@ Stages 1 and 2 concatenate the parameters of a parameter group in the order of `
 `round_robin_gradients` changes), pad the end, and cut the vector into one partition per rank. Files
 may omit the padding of masters, but not of moments.
 
-Muon's momenta are partitioned likewise, or, with the optimizer on the device, each rank
-concatenates whole momenta, of all matrices of which its partition has a part.
+DeepSpeed partitions Muon's momenta in the same way. With the optimizer on the device, a rank
+instead concatenates the whole momentum of each matrix with a part in the rank's partition.
 
-In stage 3 a rank holds ceil(numel / ranks) elements of each parameter. It concatenates them in the
-order of `param_shapes`, in sub-groups; the last rank's part of a parameter is padded. Only some
-sub-groups have momenta, the others moments of AdamW.
+In stage 3 a rank has ceil(numel / ranks) elements of each parameter, and pads the last rank's part.
+A rank concatenates these parts in the order of `param_shapes`, in sub-groups. Some sub-groups have
+momenta, and the rest have moments of AdamW.
 
 A universal checkpoint has a folder for each parameter, independent of the number of ranks.
 `deepspeed_export.py` writes universal checkpoints.
@@ -64,9 +64,9 @@ OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_
 SHARDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 WHOLE_MODEL = "mp_rank_00_model_states.pt"
 MOMENTUM = "momentum_buffer"
-"""The name of Muon's state."""
+"""Name of Muon's state."""
 MASTERS = "fp32"
-"""The name of masters among the states, as in universal checkpoints."""
+"""Name of masters among the states, as in universal checkpoints."""
 WAY_OUT = (
     "DeepSpeed's zero_to_fp32.py in the checkpoint's directory converts the weights, and "
     "inf.load_safetensors reads the result"
@@ -81,7 +81,7 @@ _NVME = (
 
 
 class Vector:
-    """Concatenation of vectors that lie in files. Raises: ValueError for several dtypes."""
+    """Concatenation of vectors in files. Raises: ValueError if the vectors differ in dtype."""
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors
@@ -105,21 +105,22 @@ class Vector:
 
 
 class Placed(NamedTuple):
-    """A state of some parameters: one vector for each rank. begin: the element of the masters'
-    vectors that belongs to the first element of these."""
+    """A state of some parameters: one vector for each rank. begin: index in the masters' vectors
+    of the element that corresponds to element 0 of `vectors`."""
 
     vectors: Sequence[Vector]
     begin: int
 
 
 Layout = Sequence[tuple[str, tuple[int, ...], int, int]]
-"""Name, shape, first element and elements of each parameter of a flat group."""
+"""For each parameter of a flat group: name, shape, index of the first element, number of elements.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """A tensor: the concatenation of the elements [start, start + numel) of each vector. Elements
-    beyond the size of `shape` are padding.
+    """A tensor: the concatenation of elements [start, start + numel) of each vector. Elements after
+    the end of the tensor's `shape` are padding.
     """
 
     shape: tuple[int, ...]
@@ -132,11 +133,11 @@ class Pieces:
         return self.vectors[0].tensors[0].dtype
 
     def read(self) -> torch.Tensor:
-        """Assemble the tensor, without a second copy. Blocks. Raises: OSError, ValueError."""
+        """Read the parts into one new tensor. Blocks. Raises: OSError, ValueError."""
         out = torch.empty(math.prod(self.shape), dtype=self.dtype)
         done = 0
         for vector in self.vectors:
-            # The last parts are padded.
+            # The last parts end with padding: skip it.
             count = min(self.numel, out.numel() - done)
             vector.read_into(out[done : done + count], self.start)
             done += count
@@ -144,14 +145,13 @@ class Pieces:
 
 
 class DeepSpeedCheckpoint(NamedTensors):
-    """A checkpoint of DeepSpeed. As NamedTensors it has the weights: masters in fp32, frozen
-    parameters and buffers in their dtype in the file. A shared parameter appears under each of its
-    names.
+    """A checkpoint of DeepSpeed. The `NamedTensors` are the weights: masters in fp32, and frozen
+    parameters and buffers in the file's dtype. A shared parameter has an entry for each name.
 
-    The constructor reads no tensors, and checks that the parts in the files make up whole tensors.
-    The caller must `close` the checkpoint after use.
+    The constructor reads no tensors, and checks that the parts in the files form whole tensors. The
+    caller must `close` the checkpoint after use.
 
-    Raises: OSError; ValueError for files that are damaged, refused, or of a kind that is not read.
+    Raises: OSError; ValueError for files that are damaged, refused, or of an unsupported kind.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -165,13 +165,14 @@ class DeepSpeedCheckpoint(NamedTensors):
         """Moments and numbers of each trained parameter, by the parameter's first name and the
         state's name."""
         self.group_of: dict[str, int] = {}
-        """The parameter group of each trained parameter."""
+        """Parameter group of each trained parameter."""
         self.hyper: Sequence[Mapping[str, Any]] | None = None
-        """Hyper-parameters of each group; None where the checkpoint has none."""
+        """Hyper-parameters of each group; None if the checkpoint has none."""
         try:
             self.run = self._take()
             self._check()
-        # A damaged file may have any object in place of a number or a dict; its use raises these.
+        # A damaged file may have any object where a number or a dict is expected; code that uses
+        # such an object raises one of these.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             self.close()
             if isinstance(error, ValueError) and str(folder) in str(error):
@@ -184,7 +185,7 @@ class DeepSpeedCheckpoint(NamedTensors):
             raise
 
     def _take(self) -> RunFields:
-        """Read the descriptions of all tensors. Returns the fields from which a run resumes."""
+        """Read the descriptions of all tensors, and return the fields from which a run resumes."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -211,14 +212,15 @@ class DeepSpeedCheckpoint(NamedTensors):
     # -- for the layouts ---------------------------------------------------------------------------
 
     def open(self, name: str) -> TorchFile:
-        """Open a file of the folder. Raises: OSError; ValueError naming it and the way out."""
+        """Open a file of the folder. Raises: OSError; ValueError naming the file and a fix."""
         try:
             return TorchFile(self.folder / name, self._descriptors, prefix="deepspeed.")
         except ValueError as error:
             raise ValueError(f"{error}. {WAY_OUT}") from error
 
     def take_whole(self, file: TorchFile, names: Iterable[str]) -> None:
-        """Add the named whole tensors of `module`, and the names of shared parameters."""
+        """Add the whole tensors with these names from `module`, and the names of shared parameters.
+        """
         module, shared = file.root["module"], file.root.get("shared_params") or {}
         for alias, name in dict(shared).items():
             if alias not in self._values:
@@ -228,7 +230,7 @@ class DeepSpeedCheckpoint(NamedTensors):
                 self._whole[str(name)] = file.tensor(module[name])
 
     def take_frozen(self, first: TorchFile, others: Iterable[TorchFile]) -> None:
-        """Add the frozen parameters of stage 3. Each rank has a part of each."""
+        """Add the frozen parameters of stage 3; each rank's file has a part of every parameter."""
         shapes = dict(first.root.get("frozen_param_shapes") or {})
         files = [first, *(others if shapes else ())]
         for name, shape in shapes.items():
@@ -253,9 +255,11 @@ class DeepSpeedCheckpoint(NamedTensors):
             raise KeyError(lost)
 
     def verify(self, states: Iterable[str], part: int, of: int) -> None:
-        """Check masters, these states and all other weights against the files' checksums. The call
-        reads every `of`-th file, beginning with file number `part`. Blocks. Raises: OSError;
-        ValueError naming the damage.
+        """Check masters, these states and all other weights against the files' checksums. Blocks.
+
+        part, of: check every `of`-th file, beginning with file number `part`.
+
+        Raises: OSError; ValueError naming the damage.
         """
         wanted = set(states)
         found: dict[TorchFile, dict[str, None]] = {}
@@ -272,7 +276,7 @@ class DeepSpeedCheckpoint(NamedTensors):
             for state, each in by_state.items()
             if state in states and isinstance(each, Pieces)
         )
-        # Parameters of one group share their vectors.
+        # Parameters of one group share vectors: check each vector once.
         vectors = {
             id(vector): vector
             for pieces in (*self._values.values(), *of_states)
@@ -283,12 +287,12 @@ class DeepSpeedCheckpoint(NamedTensors):
 
 
 class DeepSpeedStates:
-    """The optimizer states of a checkpoint of DeepSpeed: a `StateSource`. Raises: ValueError where
-    there are none.
+    """Optimizer states of a checkpoint of DeepSpeed: a `StateSource`. Raises: ValueError if the
+    checkpoint has none.
     """
 
     def __init__(self, source: DeepSpeedCheckpoint) -> None:
-        # An optimizer without a step count has made as many updates as the run.
+        # If the optimizer has no step count, use the run's number of updates.
         counted = {"step": source.run.step - source.run.skipped_steps}
         self._found = {
             self.name_of(param, state): value
@@ -327,7 +331,7 @@ class DeepSpeedStates:
 
 
 class ShardedCheckpoint(DeepSpeedCheckpoint):
-    """A checkpoint as `save_checkpoint` writes it."""
+    """A checkpoint from DeepSpeed's `save_checkpoint`."""
 
     def _take(self) -> RunFields:
         names = rank_files(self.folder, OPTIMIZER)
@@ -381,7 +385,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
             others = [key for key in states[0] if key != MOMENTUM or not momenta]
             found = self._vectors_of(files, states, others, parts, needed)
             if "step" not in found and states[0]:
-                # Older versions keep one count for the group, or one for the run.
+                # Older versions of DeepSpeed store one step count for the group, or for the run.
                 group = groups[index] if groups is not None else {}
                 counted = group.get("step", first.get("base_optimizer_state_step"))
                 if counted is not None:
@@ -416,7 +420,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         total, world = sum(sizes), len(sizes)
         size = max(sizes)
         expected = [min(size, max(0, total - rank * size)) for rank in range(world)]
-        # DeepSpeed pads the vector to a multiple of twice the number of ranks.
+        # DeepSpeed pads the vector to a multiple of 2 * ranks.
         if list(sizes) != expected or not 0 <= total - needed < 2 * world:
             raise ValueError(
                 f"{self.label} holds partitions of {', '.join(map(str, sizes))} elements of "
@@ -432,7 +436,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         parts: Sequence[StoredTensor],
         needed: int,
     ) -> dict[str, Placed | int | float]:
-        """Return these states of a flat group: each a vector over all ranks, or a number."""
+        """Return the states with these names of a flat group: vectors over all ranks, or numbers.
+        """
         found: dict[str, Placed | int | float] = {}
         for name in names:
             values = [each[name] for each in states]
@@ -442,8 +447,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
                 continue
             vectors = [vector_of(file, each) for file, each in zip(files, values, strict=True)]
             self._check_partitions([vector.numel for vector in vectors], needed, str(name))
-            # Moments may have padding that masters lack. The ranks' partitions of both must still
-            # start at the same elements.
+            # Moments may have padding that masters lack, but a rank's partition of moments and of
+            # masters must start at the same element.
             if vectors[0].numel != parts[0].numel and parts[0].numel < needed:
                 raise ValueError(
                     f"{self.label} has {vectors[0].numel} elements of {name}, and "
@@ -459,8 +464,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         layout: Layout,
         size: int,
     ) -> dict[str, Pieces]:
-        """Return the momenta of a flat group whose ranks have whole momenta; {} for other states.
-        size: elements of a rank's partition."""
+        """Return the momenta of a flat group if the ranks have whole momenta, else {}. size:
+        elements of a rank's partition."""
         found: dict[str, Pieces] = {}
         for rank, (file, state) in enumerate(zip(files, states, strict=True)):
             low, high = rank * size, (rank + 1) * size
@@ -474,7 +479,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
                 return {}
             at = 0
             for name, shape, _, numel in mine:
-                # Ranks that have parts of one matrix have the same momentum.
+                # Several ranks may have the same momentum: each rank with a part of the matrix.
                 found.setdefault(name, Pieces(shape, [Vector([vector])], at, numel))
                 at += numel
         return found
@@ -499,7 +504,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
             for group in model.root["param_shapes"]
             for name, shape in group.items()
         ]
-        # As DeepSpeed pads: every rank has as many elements.
+        # DeepSpeed pads each parameter so that every rank has the same number of elements.
         numels = [math.ceil(math.prod(shape) / world) for _, shape in shapes]
         self._check_whole(parts, sum(numels))
         groups = self._stage_3_states(ranks, parts)
@@ -512,7 +517,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         }
         start = 0
         for (name, shape), numel in zip(shapes, numels, strict=True):
-            # The sub-group that contains the parameter's first element.
+            # Find the sub-group that contains the parameter's first element.
             at = bisect.bisect_right(parts[0].starts, min(start, parts[0].numel - 1)) - 1
             self._take_part(name, shape, parts, groups[at], start, numel)
             self.group_of[name] = group_of[at]
@@ -523,7 +528,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         return model
 
     def _check_whole(self, parts: Sequence[Vector], needed: int) -> None:
-        # With the optimizer on NVMe, DeepSpeed writes only the part that was in memory.
+        # With the optimizer on NVMe, DeepSpeed writes only the sub-groups that are in memory.
         held = {part.numel for part in parts}
         if held != {needed}:
             shown = " or ".join(map(str, sorted(held)))
@@ -535,8 +540,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
     def _stage_3_states(
         self, ranks: Sequence[tuple[TorchFile, Any]], parts: Sequence[Vector]
     ) -> list[dict[str, Placed | int | float]]:
-        """Return the states of each sub-group by name. A state that is no number has one vector for
-        each rank, over the sub-groups that have it.
+        """Return the states of each sub-group by name: a number, or one vector for each rank. A
+        vector spans all sub-groups with that state.
         """
         files = [file for file, _ in ranks]
         by_rank = [root["optimizer_state_dict"]["state"] for _, root in ranks]
@@ -577,8 +582,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         start: int,
         numel: int,
     ) -> None:
-        """Add a trained parameter: elements [start, start + numel) of each of the masters' vectors.
-        """
+        """Add a trained parameter: elements [start, start + numel) of each rank's masters."""
         self._values[name] = Pieces(shape, masters, start, numel)
         self.states[name] = {
             state: Pieces(shape, value.vectors, start - value.begin, numel)
@@ -592,8 +596,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
 
 
 def folder_of(directory: Path, tag: str | None) -> Path:
-    """Find the folder of a checkpoint: the folder `tag`. Without a tag: `directory` itself if it
-    has the files, or else the folder that `latest` (or else `latest_universal`) names.
+    """Find the folder of a checkpoint. With a tag this is the folder `tag`; without one, it is
+    `directory` if the files are there, else the folder named in `latest` or `latest_universal`.
 
     Raises: FileNotFoundError; ValueError for a tag that is a path.
     """
@@ -621,7 +625,7 @@ def folder_of(directory: Path, tag: str | None) -> Path:
         tag = latest.read_text(encoding="utf-8").strip()
     if tag is None:
         return directory
-    # The contents of `latest` are untrusted: the tag must not lead out of the directory.
+    # The contents of `latest` are untrusted: refuse a tag that leads out of the directory.
     if not tag or Path(tag).name != tag or tag == "..":
         raise ValueError(
             f"tag={tag!r}: give the name of a folder in {directory}, not a path"
@@ -632,12 +636,14 @@ def folder_of(directory: Path, tag: str | None) -> Path:
 
 
 def rank_files(folder: Path, pattern: re.Pattern[str]) -> list[str]:
-    """Return the file of each rank, in the order of ranks. Raises: FileNotFoundError; ValueError
-    for files of a model-parallel run, of a pipeline or of DeepSpeed's experts.
+    """Return the name of each rank's file, in the order of ranks.
+
+    Raises: FileNotFoundError; ValueError for files of a run with model or pipeline parallelism, or
+    with DeepSpeed's experts.
     """
     found: dict[int, str] = {}
     for name in sorted(path.name for path in folder.iterdir()):
-        # Pipelines and DeepSpeed's experts keep their weights in separate files.
+        # Pipeline stages and DeepSpeed's experts have their weights in separate files.
         if re.match(r"layer_\d+|expp_rank_|expert_", name):
             raise ValueError(
                 f"{folder / name} is of a run with pipeline parallelism or DeepSpeed's experts, "
@@ -646,7 +652,7 @@ def rank_files(folder: Path, pattern: re.Pattern[str]) -> list[str]:
         match = pattern.fullmatch(name)
         if match is None:
             continue
-        # Model-parallel ranks hold parts of weights, which this reader cannot assemble.
+        # Files of model-parallel ranks have parts of weights, which this reader cannot assemble.
         if int(match[2]) or int(match[1]) in found:
             raise ValueError(
                 f"{folder / name} is of a model-parallel run, or a second file of its rank. "
@@ -668,7 +674,7 @@ def rank_files(folder: Path, pattern: re.Pattern[str]) -> list[str]:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Check a shape. Raises: TypeError."""
+    """Return a value as a shape. Raises: TypeError if the value is no shape."""
     if not isinstance(value, (tuple, list)) or any(
         type(size) is not int or size < 0 for size in value
     ):
@@ -677,7 +683,9 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def vector_of(file: TorchFile, value: Any) -> StoredTensor:
-    """Check a vector of floating numbers. Raises: ValueError naming the file; TypeError."""
+    """Return a value as a vector of floating-point numbers. Raises: ValueError naming the file;
+    TypeError.
+    """
     stored = file.tensor(value)
     if len(stored.shape) != 1 or not stored.dtype.is_floating_point:
         raise TypeError(
@@ -698,14 +706,14 @@ GLOBAL_STATE = "optimizer_state.pt"
 def open_deepspeed(directory: Path, tag: str | None) -> DeepSpeedCheckpoint:
     """Open a checkpoint of DeepSpeed, from `save_checkpoint` or in the universal format.
 
-    Raises: OSError; ValueError for files that are damaged, refused, or of a kind that is not read.
+    Raises: OSError; ValueError for files that are damaged, refused, or of an unsupported kind.
     """
     folder = folder_of(directory, tag)
     return UniversalCheckpoint(folder) if (folder / ZERO).is_dir() else ShardedCheckpoint(folder)
 
 
 class UniversalCheckpoint(DeepSpeedCheckpoint):
-    """A checkpoint as `ds_to_universal` writes it."""
+    """A checkpoint from DeepSpeed's `ds_to_universal`."""
 
     def _take(self) -> RunFields:
         # In stage 3 each rank writes model states.
@@ -744,7 +752,7 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
 
     def _take_param(self, name: str, shape: tuple[int, ...], step: float | None) -> None:
         folder = self.folder / ZERO / name
-        # The name of a parameter must not be a path.
+        # Parameter names become paths of files: refuse a name that is a path.
         if Path(name).name != name or name == "..":
             raise ValueError(f"{self.label} has a parameter {name!r}: a path is refused")
         found: dict[str, Pieces | int | float] = {} if step is None else {"step": step}
@@ -756,8 +764,8 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
                     found["step"] = number
                 continue
             stored = _tensor_of(file)
-            # Stage 3 stores a vector; its shape is in the model states. A tensor of another size
-            # (an embedding without the padding of its vocabulary) keeps its stored shape.
+            # Stage 3 stores a vector, and the model states have the shape. A tensor of another size
+            # (an embedding without the padding of the vocabulary) keeps the stored shape.
             flat = len(stored.shape) == 1 and stored.numel == math.prod(shape)
             whole = shape if flat else stored.shape
             found[path.stem] = Pieces(whole, [Vector([stored])], 0, stored.numel)
@@ -767,7 +775,7 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
                 f"{folder} has no {MASTERS}.pt: the checkpoint is incomplete; convert it again"
             )
         self._values[name] = masters
-        # A parameter that never got a gradient has only a master.
+        # A parameter that never had a gradient has only a master.
         if any(isinstance(each, Pieces) for each in found.values()):
             self.states[name] = found
 
@@ -784,9 +792,9 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
 def _groups_of(
     state: TorchFile, *, whole: bool
 ) -> tuple[dict[int, int | float], dict[int, int], list[Mapping[str, Any]]]:
-    """Return the step and the parameter group of each entry of `param_shapes`, by its index, and
-    the groups. Both dicts are empty for stages 1 and 2: there an entry is a parameter group, and
-    each parameter has a step.pt.
+    """Return (step of each entry of `param_shapes`, parameter group of each entry, all groups);
+    keys are indices of entries. Both dicts are empty for stages 1 and 2, where each entry is a
+    parameter group and each parameter has a step.pt.
     """
     if whole:
         return {}, {}, list(state.root["param_groups"])

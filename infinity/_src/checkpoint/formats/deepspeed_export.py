@@ -1,17 +1,17 @@
-"""Writing a universal checkpoint of DeepSpeed from a checkpoint, without a model.
+"""Writes a universal checkpoint of DeepSpeed from a checkpoint of infinity, without a model.
 
-    each weight: its chunks -> master and moments, fp32 -> zero/NAME/fp32.pt, exp_avg.pt, …
+    each weight: chunks -> master and moments, fp32 -> zero/NAME/fp32.pt, exp_avg.pt, …
 
-One weight is in memory at a time. The files lie in a folder with a temporary name until all are on
-the drive. DeepSpeed's loaders of stages 1 and 2, and of stage 3, read counts, hyper-parameters and
-model states from different places; the export writes both.
+One weight is in memory at a time. The files are in a folder with a temporary name until all files
+are on the drive. DeepSpeed's loader of stages 1 and 2 and the loader of stage 3 read counts,
+hyper-parameters and model states from different places; the export writes both places.
 
 The export relies on these properties of the format (DeepSpeed 0.19.8):
 
 - The file of a parameter's state has a tensor of the parameter's whole shape as {"param": …}.
-- Stages 1 and 2 take hyper-parameters from `param_groups`, group by group, and the step from each
-  `step.pt`. Stage 3 takes the hyper-parameters of the first group for all groups, and the step of
-  the first sub-group, as one object for all sub-groups. Optimizers of torch need a tensor there.
+- Stages 1 and 2 read the hyper-parameters of each group from `param_groups`, and each step from a
+  `step.pt`. Stage 3 uses the first group's hyper-parameters for all groups, and one object as the
+  step of all sub-groups: the first sub-group's. Optimizers of torch need a tensor as the step.
 - No stage reads untrained parameters, buffers, or any entry of `module`.
 """
 
@@ -53,7 +53,7 @@ from infinity._src.kernels.tiling.tiled_module import whole_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FORMAT = "0.19.8"
-"""Version of DeepSpeed whose format the export writes. DeepSpeed's loaders compare it."""
+"""Version of DeepSpeed whose format the export writes; DeepSpeed's loaders compare versions."""
 _MODEL_NOTE = (
     "DeepSpeed takes untrained parameters and buffers from its model, and the loss scaler from its "
     "configuration"
@@ -74,8 +74,8 @@ _STAGE_3_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 @dataclasses.dataclass(frozen=True)
 class ExportedUniversal:
-    """Result of an export: the folder, its number of parameters, the bytes of its tensors, and
-    notes for the user who loads it.
+    """Result of an export: the folder, the number of parameters, the bytes of all tensors, and
+    notes for a user who loads the folder.
     """
 
     folder: Path
@@ -86,8 +86,8 @@ class ExportedUniversal:
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight with all its names, the first name first. step: number of updates so far; None for a
-    weight without states.
+    """A weight to export. names: all names of the weight, the first name first. step: number of
+    updates so far; None for a weight without states.
     """
 
     names: tuple[str, ...]
@@ -102,8 +102,8 @@ class _Weight:
 class UniversalExport:
     """An export of a checkpoint as a universal checkpoint of DeepSpeed.
 
-    Raises: ValueError for a checkpoint that DeepSpeed's format cannot represent: several
-    optimizers; other states than AdamW's two moments; parameters with different step counts.
+    Raises: ValueError for a checkpoint that DeepSpeed's format cannot represent: with several
+    optimizers, with states other than AdamW's two moments, or with different step counts.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -113,7 +113,8 @@ class UniversalExport:
         trained = [weight for weight in self._weights if weight.step is not None]
         first = trained[0]
         other = next((weight for weight in trained if weight.step != first.step), None)
-        # Stages 1 and 2 refuse different counts, and stage 3 takes the first count for all.
+        # DeepSpeed's stages 1 and 2 refuse different step counts, and stage 3 uses the first for
+        # all parameters.
         if other is not None:
             raise ValueError(
                 f"{first.names[0]} has made {first.step} steps and {other.names[0]} {other.step}: "
@@ -140,19 +141,19 @@ class UniversalExport:
         self, target: Path, progress: Callable[[int], object] = lambda _size: None
     ) -> ExportedUniversal:
         """Write the checkpoint into a new folder of `target`, and the folder's name into
-        `latest_universal`. `progress` gets the bytes of each weight. Blocks.
+        `latest_universal`. progress: called with the bytes of each weight. Blocks.
 
-        Raises: ValueError for a folder that exists already; OSError naming the path; ChecksumError
-        naming the damage. After an error while files are written, the partial folder is removed.
+        Raises: ValueError if the folder exists already; OSError naming the path; ChecksumError
+        naming the damage. An error of a write removes the partial folder.
         """
         checkpoint = self._checkpoint
         folder = target / f"global_step{checkpoint.step}_universal"
         if folder.exists():
             raise ValueError(f"{folder} exists already: name another directory, or move it away")
-        # Before the first write, so that a missing file is reported at once.
+        # Check before the first write, so that a missing file raises immediately.
         checkpoint.check_files()
         partial = folder.with_name(folder.name + ".partial")
-        # Remains of an export that was killed.
+        # A killed export may have left a partial folder.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
@@ -176,7 +177,7 @@ class UniversalExport:
                 for name, value in self._states_of(weight, reader).items():
                     _save({"param": value, "cat_dim": 0}, folder / f"{name}.pt")
                 if weight.step is not None:
-                    # A tensor, as in optimizers of torch. DeepSpeed's optimizers accept it, too.
+                    # Optimizers of torch need a tensor, and DeepSpeed's optimizers accept one.
                     step = torch.tensor(float(weight.step))
                     _save(step, folder / "step.pt")
                 fsync_directory(folder)
@@ -184,7 +185,7 @@ class UniversalExport:
         fsync_directory(zero)
 
     def _states_of(self, weight: _Weight, reader: ChunkReader) -> dict[str, torch.Tensor]:
-        """Read master and moments of a weight in fp32; without states, only the value."""
+        """Read master and moments of a weight in fp32; for a weight without states, the value."""
         names = (MASTERS, *(_MOMENTS if weight.step is not None else ()))
         whole = {name: torch.empty(weight.saved.shape) for name in names}
         for saved, place in weight.saved.tiles:
@@ -194,8 +195,7 @@ class UniversalExport:
         return whole
 
     def _read(self, saved: SavedParam, count: int, reader: ChunkReader) -> list[torch.Tensor]:
-        """Read `count` values of a saved parameter as fp32 vectors: its master, then its moments.
-        """
+        """Read a saved parameter as `count` fp32 vectors: the master, then the moments."""
         flat, numel = saved.flat, saved.entry.numel
         out = [torch.empty(numel) for _ in range(count)]
         pieces = self._checkpoint.pieces(saved, 0, numel)
@@ -249,8 +249,8 @@ class UniversalExport:
 
     @property
     def _several_sub_groups(self) -> bool:
-        """Return whether stage 3 has several sub-groups. All sub-groups get the same step object of
-        the file; if it were a tensor, each sub-group would increment it."""
+        """Return whether stage 3 has several sub-groups. All of them use the same object as the
+        step; each sub-group would increment a tensor in place."""
         numel = sum(math.prod(weight.saved.shape) for weight in self._weights)
         return len(self._optimizer.groups) > 1 or numel > _SUB_GROUP_NUMEL
 
@@ -303,7 +303,7 @@ def _weights_of(checkpoint: Checkpoint, optimizer: OptimizerEntry) -> Iterator[_
         names = []
         for name in saved.entry.names:
             whole = whole_name(name)
-            # A module of the user may have the name of a tile without being a tile.
+            # A user's module may have a name like a tile's, but be no tile.
             is_tile = whole in by_name and any(each is saved for each in by_name[whole].saved)
             names.append(whole if whole is not None and is_tile else name)
         weight = by_name[names[0]]

@@ -1,5 +1,5 @@
-"""Counts, hyper-parameters, the loss scaler and the scheduler of a run of DeepSpeed, and the state
-that the caller of `save_checkpoint` added.
+"""Reads the fields of a DeepSpeed run from a checkpoint: step counts, hyper-parameters, the loss
+scaler, the scheduler, and the state that the caller passed to `save_checkpoint`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OWN = frozenset({
     "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "num_experts",
     "universal_checkpoint_info", "ds_config", "ds_version",
 })  # fmt: skip
-"""Keys of model states that DeepSpeed writes. All other keys are the caller's client state."""
+"""Keys that DeepSpeed writes into model states. All other keys are the caller's client state."""
 _REFUSED = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 _NEUTRAL = {
     "bias_correction": True,
@@ -31,23 +31,23 @@ _NEUTRAL = {
     "maximize": False,
     "decoupled_weight_decay": True,
 }
-"""Hyper-parameters that an optimizer of this library may lack. Such an optimizer computes with
-these values."""
+"""Hyper-parameters that an optimizer of this library may lack, with the values that such an
+optimizer implies."""
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 @final
 class LoadedDeepSpeed(Loaded):
-    """The result of `inf.load_deepspeed`. As a pair (missing, unexpected) it has the names that
-    strict=False left out.
+    """The result of `inf.load_deepspeed`: a pair (missing, unexpected) of the names that a load
+    with strict=False skipped, and fields of the saved run.
 
-    step: steps that DeepSpeed counted (`global_steps`), `skipped_steps` of them without an update.
-    samples: `global_samples`. stage, world: ZeRO stage and number of ranks of the run that saved.
-    loss_scaler: the fields of DeepSpeed's loss scaler, None without scaling; `grad_scaler_state()`
+    step: DeepSpeed's step count (`global_steps`). skipped_steps: steps without an update, included
+    in `step`. samples: `global_samples`. stage, world: ZeRO stage and number of ranks of the saved
+    run. loss_scaler: fields of DeepSpeed's loss scaler, None without scaling; `grad_scaler_state()`
     converts them to torch's. lr_scheduler: the scheduler's `state_dict()`, None without a
-    scheduler. client_state: the state that the caller gave to `save_checkpoint`. rounded: how the
-    policy's state format rounded the states, "" where all bits are as saved. notes: all other
-    differences from the saved run.
+    scheduler. client_state: the state that the caller passed to `save_checkpoint`. rounded: text
+    that says how the policy's state format rounded the states; "" if all bits are as saved. notes:
+    all other differences from the saved run.
     """
 
     step: int
@@ -74,8 +74,8 @@ class LoadedDeepSpeed(Loaded):
         """Return a state for `torch.amp.GradScaler.load_state_dict`; None without scaling.
 
         Until the next overflow torch's scale grows at the same steps as DeepSpeed's. At the
-        overflow torch lowers the scale at once, where DeepSpeed's hysteresis waits; after the
-        overflow torch raises the scale one step earlier.
+        overflow torch lowers the scale immediately, while DeepSpeed's hysteresis delays this; after
+        the overflow torch raises the scale one step earlier.
         """
         given = self.loss_scaler
         if given is None:
@@ -103,7 +103,7 @@ class LoadedDeepSpeed(Loaded):
 
 @dataclasses.dataclass(frozen=True)
 class RunFields:
-    """The fields of a LoadedDeepSpeed that a checkpoint has."""
+    """Fields of a checkpoint; `LoadedDeepSpeed` documents them."""
 
     step: int
     skipped_steps: int
@@ -119,7 +119,8 @@ class RunFields:
     def of(
         cls, model: TorchFile, states: TorchFile, scaled: Mapping[str, Any], *, stage: int
     ) -> RunFields:
-        """Read the fields. scaled: the dict of the file `states` that contains the loss scaler.
+        """Read the fields. scaled: the dict in the file `states` that contains the loss scaler.
+
         Raises: ValueError for a run of an unsupported kind; KeyError, TypeError.
         """
         root = model.root
@@ -171,7 +172,7 @@ def zero_config(file: TorchFile) -> dict[str, Any]:
 
 
 def hyper_of(file: TorchFile, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters of a group: numbers, and tuples of them."""
+    """Return the hyper-parameters of a group: numbers, and tuples of numbers."""
     found = {}
     for name, value in group.items():
         if name == "params" or name in _IMPLEMENTATION:
@@ -198,7 +199,7 @@ def hyper_of(file: TorchFile, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of(files: Sequence[TorchFile], values: Sequence[Any], what: str) -> int | float | None:
-    """Read a state's number, which all ranks have; None if the ranks have vectors.
+    """Return the number that a state has on all ranks; None if the state is a vector.
 
     Raises: ValueError if the ranks have different numbers; TypeError for any other object.
     """
@@ -226,11 +227,11 @@ def match_groups(
     group_of: Mapping[str, int],
     label: str,
 ) -> list[dict[str, Any]]:
-    """Return for each group of an optimizer the hyper-parameters that its parameters have in the
-    checkpoint. The call changes no group.
+    """Return for each group of an optimizer the checkpoint's hyper-parameters of the parameters in
+    the group. Changes no group.
 
-    Raises: ValueError for a group whose parameters had different hyper-parameters, and for values
-    with which this optimizer cannot compute.
+    Raises: ValueError if the parameters of a group have different hyper-parameters in the
+    checkpoint, or if the optimizer does not support their values.
     """
     taken = []
     for group in optimizer.param_groups:
@@ -246,7 +247,7 @@ def match_groups(
                 "values: group them as there"
             )
         given = dict(values[0]) if values else {}
-        # What is no matrix has AdamW's `eps`; in inf.Muon that is the name of another one.
+        # DeepSpeed's `eps` of parameters without Muon is AdamW's, which inf.Muon calls `adam_eps`.
         if given.get("use_muon") is False and "adam_eps" in group:
             given["adam_eps"] = given.pop("eps")
         for name, neutral in _NEUTRAL.items():
@@ -274,7 +275,8 @@ def match_groups(
 
 
 def notes_on(hyper: Sequence[Mapping[str, Any]] | None, label: str) -> tuple[str, ...]:
-    """Return notes on the parts of an optimizer that the checkpoint lacks, or that differ here."""
+    """Return notes on the parts of an optimizer that the checkpoint lacks, or that this library
+    computes differently."""
     if hyper is None:
         return (f"{label} is elastic and has no hyper-parameters: those of the optimizer stay",)
     methods = {str(group["ns_method"]) for group in hyper if "ns_method" in group}
@@ -291,8 +293,8 @@ def _count(value: Any) -> int:
 
 
 def _scaler(file: TorchFile, value: Any) -> dict[str, Any] | None:
-    """Return the fields of a loss scaler, given as a record; None for a constant scale of 1, and
-    for any other object.
+    """Return the fields of a loss scaler from a pickle's record; None for a constant scale of 1,
+    and for objects of other classes.
     """
     if not isinstance(value, Record) or not value.kind.endswith("LossScaler"):
         return None

@@ -1,12 +1,12 @@
-"""GGUF files as a source of weights, read and dequantized a few rows at a time. The values are
-those of `from_pretrained(gguf_file=)`.
+"""GGUF files as a source of weights, which this module reads and dequantizes a few rows at a time.
+The values are the same as from `from_pretrained(gguf_file=)`.
 
-transformers loads GGUF files in two ways, by architecture. In the first, transformers has
-conversions, as for checkpoints of the hub, and this module returns tensors as they are stored. In
-the second, this module dequantizes tensors with the package gguf and transformers' own operations,
-and returns them under the model's names.
+transformers loads GGUF files in one of two ways, depending on the architecture. If transformers has
+conversions, as for checkpoints of the hub, this module returns tensors as they are stored.
+Otherwise this module dequantizes tensors with the package gguf and operations of transformers, and
+returns the tensors under the model's names.
 
-The header is read, not mapped into memory, so that a truncated file raises a clear error.
+This module reads the header and does not map it, so that a truncated file raises a clear error.
 
     "GGUF", version, counts | key, value, … | name, shape, type, offset, … | tensors
 """
@@ -44,8 +44,8 @@ _REMEDY = "copy or download it again, or use the model's safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """One tensor as the header describes it. shape: in torch's order of dimensions. kind: the
-    number of the GGUF type. start: offset in the file of the tensor's first byte.
+    """One tensor as the header describes it. shape: sizes in torch's order of dimensions. kind:
+    number of the GGUF type. start: offset of the first byte in the file.
     """
 
     name: str
@@ -56,20 +56,22 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True)
 class GgufHeader:
-    """Metadata of a file (numbers and strings; arrays are left out), and its tensors."""
+    """Header of a file: metadata (numbers and strings, no arrays), and descriptions of tensors."""
 
     metadata: dict[str, Any]
     tensors: tuple[GgufTensor, ...]
 
     @property
     def architecture(self) -> str:
-        """The kind of model, as llama.cpp names it."""
+        """llama.cpp's name of the kind of model."""
         return str(self.metadata["general.architecture"])
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of a file. Raises: WeightsError for a file that transformers cannot read:
-    another format, version or byte order, a truncated header, one part of a split model; OSError.
+    """Read the header of a file.
+
+    Raises: WeightsError for a file that transformers cannot read: another format, version or byte
+    order, a truncated header, one part of a split model; OSError.
     """
     with path.open("rb") as file:
         try:
@@ -136,7 +138,7 @@ def _tensor_row(path: Path, file: IO[bytes]) -> tuple[str, tuple[int, ...], int,
 
 
 def _value(path: Path, file: IO[bytes], key: str, kind: int) -> Any:
-    """Read a value. Skips an array, and returns None."""
+    """Read a value of the metadata; skip an array and return None."""
     if kind in _SCALARS:
         return _take(file, _SCALARS[kind])[0]
     if kind == _STRING:
@@ -168,7 +170,7 @@ def _take(file: IO[bytes], layout: str) -> tuple[Any, ...]:
 
 
 def _bytes(file: IO[bytes], length: int) -> bytes:
-    # A damaged length may exceed the memory of the machine.
+    # Limit the read: a damaged length may exceed the memory of the machine.
     found = file.read(min(length, 1 << 24))
     if len(found) != length:
         raise EOFError(f"{length:,} bytes are stated, {len(found):,} exist")
@@ -182,20 +184,22 @@ def _unreadable(path: Path, reason: str) -> WeightsError:
 
 
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
-"""GGUF's types of plain values. All other types are quantized blocks, which are read as bytes."""
+"""GGUF's types of plain values. This module reads all other types as bytes: quantized blocks."""
 
 UNPACKED_BYTES = 4 << 20
-"""Bytes of fp32 that are dequantized together, where rows do not depend on each other."""
+"""Bytes of fp32 values that a read dequantizes at a time, if rows are independent."""
 
 _Blocks = Callable[[int], tuple[int, int] | None]
-"""Returns for a type the number of values and the bytes of a block; None for a type that cannot be
-dequantized."""
+"""Function from a type to (values, bytes) of a block; None for a type that the package gguf cannot
+dequantize."""
 
 
 def open_gguf(model: Any, path: Path, dtype: torch.dtype) -> tuple[StoredTensors, list[Any]]:
-    """Open a file for a model that computes in `dtype`. Returns the file's tensors, and the
-    conversions that the tensors need. Raises: FileNotFoundError; WeightsError for a file that is
-    damaged, or that transformers cannot read.
+    """Open a file for a model that computes in `dtype`. Return (the file's tensors, the conversions
+    that the tensors need).
+
+    Raises: FileNotFoundError; WeightsError for a file that is damaged, or that transformers cannot
+    read.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -224,8 +228,9 @@ def _in_blocks(
 
 
 def _stored(path: Path, header: GgufHeader, blocks: _Blocks) -> dict[str, StoredTensor]:
-    """Return the tensors of a file as the file stores them, with quantized blocks as bytes (uint8).
-    Raises: WeightsError naming the tensors of a type that cannot be dequantized.
+    """Return the tensors as the file stores them, with quantized blocks as bytes (uint8).
+
+    Raises: WeightsError naming tensors of a type that the package gguf cannot dequantize.
     """
     found: dict[str, StoredTensor] = {}
     refused: dict[str, list[str]] = {}
@@ -287,8 +292,9 @@ def _unpacked_blocks(kind: int) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """Recipe of a tensor of the model. sources: names in the file. joined: transformers collects
-    several sources in one tensor. by_rows: row i is made from row i of each source.
+    """Recipe of a tensor of the model. sources: names in the file. joined: True if transformers
+    joins several sources to one tensor. by_rows: True if row i depends only on row i of each
+    source.
     """
 
     sources: list[str]
@@ -298,8 +304,8 @@ class _Target:
 
 
 class UnpackedGguf(StoredTensors):
-    """The tensors of a file under the names of the model. A read dequantizes to `dtype`; tensors
-    that transformers joins (experts) become fp32, as in transformers.
+    """Tensors of a file under the names of the model. A read dequantizes to `dtype`; joined tensors
+    (experts) become fp32, as in transformers.
     """
 
     def __init__(self, model: Any, path: Path, header: GgufHeader, dtype: torch.dtype) -> None:
@@ -308,7 +314,7 @@ class UnpackedGguf(StoredTensors):
         self._unpacked_to = dtype
         self._raw = StoredTensors(path, stored)
         self._kinds = {info.name: info.kind for info in header.tensors}
-        # Shapes of the values, not of the stored bytes.
+        # These are the shapes of the values, not of the stored bytes.
         self._shapes = {info.name: info.shape for info in header.tensors}
         self._targets: dict[str, _Target] = {}
         for info in header.tensors:
@@ -333,8 +339,8 @@ class UnpackedGguf(StoredTensors):
 
     @property
     def unpacking_bytes(self) -> int:
-        """Upper bound of the bytes of memory that a read takes while it dequantizes: blocks, values
-        in fp32, and the values once more in the model's order.
+        """Upper bound of the memory that a read takes to dequantize: blocks, values in fp32, and a
+        copy of the values in the model's order.
         """
         found = [0]
         for name, target in self._targets.items():
@@ -354,9 +360,9 @@ class UnpackedGguf(StoredTensors):
         return out
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read the elements of one tensor from `start` on, a few rows at a time where rows do not
-        depend on each other. Any other tensor is dequantized as a whole. Dequantized rows stay in
-        memory for further parts, until their last element or others are read.
+        """Read the elements of one tensor from `start` on. If rows are independent, the read
+        dequantizes a few rows at a time, else the whole tensor. Dequantized rows stay in memory for
+        the next call, until a call reads their last element or other rows.
         """
         target = self._targets[name]
         rows, row = target.shape[0] if target.shape else 1, math.prod(target.shape[1:])
@@ -365,15 +371,15 @@ class UnpackedGguf(StoredTensors):
             name,
             start,
             out,
-            # A tensor of dependent rows is one row.
+            # If rows depend on each other, treat the tensor as one row.
             row=row * rows if whole else row,
             step=1 if whole else _rows_together(row),
             convert=lambda first, last: self._rows(name, first, rows if whole else last),
         )
 
     def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Return the rows [first, last) of a tensor of the model; all rows, if they depend on each
-        other."""
+        """Return the rows [first, last) of a tensor of the model. The caller asks for all rows if
+        rows depend on each other."""
         target = self._targets[name]
         others: dict[str, torch.Tensor] = {}
         for source in target.sources:
@@ -383,8 +389,8 @@ class UnpackedGguf(StoredTensors):
         return torch.from_numpy(np.ascontiguousarray(made.weights)).to(self._unpacked_to)
 
     def _unpacked(self, source: str, target: _Target, first: int, last: int) -> Any:
-        """Return the values of a tensor of the file in fp32: the rows [first, last) if the target
-        is made by rows, otherwise all rows."""
+        """Return the values of a tensor of the file in fp32: the rows [first, last) if the target's
+        rows are independent, otherwise all rows."""
         from gguf import GGMLQuantizationType, dequantize
 
         shape, raw_shape = self._shapes[source], self._raw.shape(source)
@@ -398,12 +404,12 @@ class UnpackedGguf(StoredTensors):
         return dequantize(raw.numpy(), GGMLQuantizationType(self._kinds[source])).reshape(shape)
 
     def _plan(self, info: GgufTensor) -> None:
-        """Find the tensor of the model to which a tensor of the file belongs. The method runs
-        transformers' operation on placeholder values, and looks at the result.
+        """Find the tensor of the model to which a tensor of the file belongs: run transformers'
+        operation on placeholder values, and use the names and shapes of the result.
         """
         others: dict[str, torch.Tensor] = {}
-        # A broadcast number has the shape, and takes no memory. transformers copies joined experts,
-        # so the placeholder of a 3-dimensional tensor has only one of them.
+        # The placeholder is a broadcast number, which takes no memory. transformers copies joined
+        # experts, so the placeholder of a 3-dimensional tensor has only one expert.
         like = np.broadcast_to(np.float32(-1), info.shape)
         of_one = like[:1] if like.ndim == 3 else like
         made = self._processed(info.name, of_one, others)
@@ -417,14 +423,14 @@ class UnpackedGguf(StoredTensors):
                 raise ValueError(f"it is joined with {before.sources[0]} to {before.shape}")
             before.sources.append(info.name)
         target = None if others else self._model_names.get(made.name)
-        # transformers, too, leaves out tensors that the model does not have.
+        # Skip tensors that the model does not have, as transformers does.
         if target is not None:
             by_rows = made.weights is like and like.ndim > 1
             self._targets[target] = _Target([info.name], made.weights.shape, False, by_rows)
 
     def _processed(self, name: str, values: Any, others: dict[str, torch.Tensor]) -> Any:
-        """Return transformers' result for one tensor: its name, and its values in the model's
-        order. transformers puts joined tensors into `others`, by the model's names.
+        """Return transformers' result for one tensor: the model's name, and the values in the
+        model's order. transformers puts joined tensors into `others`, by the model's names.
         """
         return self._processor.process(
             weights=values,
@@ -435,21 +441,22 @@ class UnpackedGguf(StoredTensors):
 
 
 def _rows_together(row: int) -> int:
-    """Return how many rows of `row` values are dequantized together."""
+    """Return the number of rows to dequantize at a time. row: number of values in a row."""
     return max(1, UNPACKED_BYTES // max(1, row * torch.float32.itemsize))
 
 
 def _processor(model: Any, path: Path, header: GgufHeader) -> tuple[Any, dict[str, str]]:
-    """Return transformers' operation for the tensors of a file, and the model's names by the names
-    in the file. Raises: WeightsError for an architecture or a model that transformers does not
-    know.
+    """Return (transformers' operation for the tensors of a file, the model's names by the names in
+    the file).
+
+    Raises: WeightsError for an architecture or a model that transformers does not know.
     """
     import transformers
     from transformers import modeling_gguf_pytorch_utils as legacy
 
     try:
-        # The operation needs the hyper-parameters (such as head counts) of the file, not the
-        # model's.
+        # The operation needs hyper-parameters (such as head counts) from the file, not from the
+        # model.
         config = legacy.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
         kind = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)
         processor = kind(config=config)

@@ -1,20 +1,20 @@
-"""Conversion between the tensors of a checkpoint on the hub and those of a model of transformers.
+"""Converts between the tensors of a checkpoint on the hub and the tensors of a transformers model.
 
     forward    experts.0.w1.weight, experts.0.w3.weight, …  ->  experts.gate_up_proj
     reverse    experts.gate_up_proj  ->  experts.0.w1.weight, experts.0.w3.weight, …
 
 transformers renames, fuses, splits and permutes tensors by a mapping that belongs to the model.
-Both directions run the code of transformers on one *group* at a time: tensors that are converted
-together, and depend on no tensor outside of the group. The planner runs the same code on the meta
-device, so that the names and shapes of all results are known before the first read.
+Both directions run the code of transformers on one *group* at a time: tensors whose conversion
+depends on no tensor outside of the group. The planner runs the same code on the meta device, so
+that the names and shapes of all results are known before the first read.
 
 Weights in fp8 have a scale for each block; the last block may be partial.
 
     weight [rows, columns], scales [ceil(rows / block), ceil(columns / block)]  ->  plain weight
 
-transformers computes the size of a block from the two shapes, as if all blocks were whole: it takes
-192 rows with 2 scales for blocks of 96 rows, and ignores the configuration. `WholeBlocks` pads a
-weight to whole blocks, dequantizes it by transformers' operation, and cuts the padding off.
+transformers ignores the configured block size and computes one from the two shapes, as if all
+blocks were whole: for 192 rows with 2 scales it uses blocks of 96 rows. `WholeBlocks` pads a weight
+to whole blocks, dequantizes with transformers' operation, and removes the padding.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from infinity._src.params.materialize import find_buffers
 from infinity.errors import WeightsError
 
 Held = torch.Tensor | list[torch.Tensor]
-"""Tensors of one pattern of a conversion. Tensors of files are a list, with a tensor per name."""
+"""Tensors that match one pattern of a conversion: a list with one tensor per name in the files, or
+one tensor of the model."""
 
 
 class ScaleGridError(ValueError):
-    """Error for a weight whose scales do not match its blocks. pattern, index: position of the
-    weight in its conversion.
+    """Raised for a weight whose scales do not match the blocks. pattern, index: position of the
+    weight in the conversion.
     """
 
     def __init__(self, message: str, pattern: str, index: int) -> None:
@@ -51,7 +52,7 @@ class ScaleGridError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class WholeBlocks:
     """Operation of a conversion: pads weights to whole blocks, and runs transformers' dequantizing
-    operation `theirs`. block: rows and columns; None where a weight has one scale.
+    operation `theirs`. block: rows and columns of a block; None if a weight has one scale.
     """
 
     theirs: Any
@@ -59,7 +60,7 @@ class WholeBlocks:
 
     @property
     def hf_quantizer(self) -> Any:
-        """The quantizer; operations that have one differ from those of the model's kind."""
+        """Quantizer of `theirs`; only operations of a quantizer have this field."""
         return self.theirs.hf_quantizer
 
     @property
@@ -68,7 +69,7 @@ class WholeBlocks:
         return bool(self.theirs.supports_many_to_many)
 
     def convert(self, input_dict: Mapping[str, Held], **context: Any) -> dict[str, Held]:
-        """Return the weights in the dtype of the model, without their scales. Raises:
+        """Return the dequantized weights in the dtype of the model, without scales. Raises:
         ScaleGridError.
         """
         padded: dict[str, Held] = dict(input_dict)
@@ -100,8 +101,8 @@ class WholeBlocks:
     def _padded(
         self, pattern: str, index: int, weight: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        # An integer weight holds pairs of 4-bit values, with blocks of another size. A scale
-        # without dimensions applies to all values.
+        # Do not pad an integer weight, which has pairs of 4-bit values and blocks of another size,
+        # or a weight with one scale for all values.
         if not weight.is_floating_point() or weight.dim() < 2 or scales.dim() < 2:
             return weight
         rows, columns = weight.shape[-2:]
@@ -132,15 +133,15 @@ _NEEDED = (
     "Interleave", "Transpose", "rename_source_key", "apply_converters", "apply_renamings",
     "dot_natural_key", "build_glob_alternation",
 )  # fmt: skip
-"""Names of transformers.core_model_loading that checkpoints of the hub need, here and in
-hub_files.py. A release without one of them cannot convert.
+"""Names of transformers.core_model_loading that this module and hub_files.py use. A release without
+one of these names cannot convert.
 """
 
 Read = Callable[[str], torch.Tensor]
 
 
 def is_hub_model(model: torch.nn.Module) -> bool:
-    """Return whether the model is one of transformers. Imports nothing."""
+    """Return whether the model is a transformers model, without importing transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
@@ -159,7 +160,7 @@ def transformers_loading() -> Any:
 
 
 def too_old_to_load() -> str:
-    """Return a message: the release cannot convert, and these are the alternatives for a load."""
+    """Return a message: the release cannot convert; the message names alternatives for a load."""
     return (
         f"{too_old()}, or give the tensors under the names of the modules, as a mapping or an "
         "inf.TensorSource"
@@ -186,8 +187,8 @@ def _loading() -> Any:
 
 
 def has_conversions(model: Any) -> bool:
-    """Return whether names on the hub may differ from the names of the model's modules. Works with
-    releases of transformers that cannot convert, too.
+    """Return whether names on the hub may differ from the names of the model's modules. Also works
+    with releases of transformers that cannot convert.
     """
     held = getattr(model, "_weight_conversions", None)
     if held is not None:
@@ -217,7 +218,7 @@ def conversions_of(model: Any, quantizer: Any = None) -> list[Any]:
 
 
 def names_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all names of the state dict, each with a tensor of its shape and dtype on meta."""
+    """Return all names of the state dict, each with a meta tensor of the same shape and dtype."""
     found: dict[str, torch.Tensor] = {}
     for entry in find_parameters(model):
         like = torch.empty(entry.whole_shape, dtype=entry.parameter.dtype, device="meta")
@@ -257,11 +258,11 @@ class _AskedModel:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardGroup:
-    """Tensors of files that are converted together to tensors of the model.
+    """Tensors of files that one transform converts to tensors of the model.
 
-    model: the proxy from which the transform reads shapes and dtypes. sources: (pattern, name in
-    the files), in stacking order. targets: the resulting tensors, on meta. stacked: the result is
-    one tensor [n, …], whose row i depends only on the i-th tensor of each pattern.
+    model: proxy from which the transform reads shapes and dtypes. sources: (pattern, name in the
+    files), in stacking order. targets: the resulting tensors, on meta. stacked: True if the result
+    is one tensor [n, …], whose row i depends only on the i-th tensor of each pattern.
     """
 
     model: Any
@@ -273,13 +274,14 @@ class ForwardGroup:
 
     @property
     def renamed(self) -> str | None:
-        """The name in the files of a tensor that is only renamed; None if values are converted."""
+        """Name in the files if the group is one renamed tensor; None if the transform converts
+        values."""
         return None if _is_converter(self.transform) else self.sources[0][1]
 
     def convert(
         self, read: Read, first: int = 0, last: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model; for a stacked group only the rows [first, last)."""
+        """Return the tensors of the model; for a stacked group, only the rows [first, last)."""
         by_pattern: dict[str, list[str]] = {}
         for pattern, name in self.sources:
             by_pattern.setdefault(pattern, []).append(name)
@@ -291,9 +293,10 @@ class ForwardGroup:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPlan:
-    """Plan of a load. groups: by the names of the model. unused: names in the files from which no
-    tensor of the model is made. unexpected: unused names that the model does not ignore. broken:
-    tensors of the model that cannot be made from the files, each with the reason.
+    """Plan of a load. groups: group of each tensor of the model, by name. unused: names in the
+    files that no tensor of the model needs. unexpected: unused names that the model does not
+    ignore. broken: tensors of the model that transformers cannot make from the files, each with the
+    reason.
     """
 
     groups: dict[str, ForwardGroup]
@@ -305,10 +308,12 @@ class ForwardPlan:
 def plan_forward(
     model: Any, names: Iterable[str], like: Read, mapping: Sequence[Any], label: str
 ) -> ForwardPlan:
-    """Plan the conversion from the tensors of files to the tensors of the model. Reads nothing.
+    """Plan the conversion from the tensors of files to the tensors of the model. Reads no tensor.
 
-    like: returns a tensor on meta for a name in the files. Raises: WeightsError for two tensors of
-    the files that map to one tensor of the model, and for scales that do not match the blocks.
+    like: function that returns a meta tensor for a name in the files.
+
+    Raises: WeightsError if two tensors of the files map to one tensor of the model, or if scales do
+    not match the blocks.
     """
     found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     known, unused = names_of(model), {}
@@ -350,7 +355,7 @@ def plan_forward(
 
 def in_whole_blocks(mapping: Sequence[Any], block: tuple[int, int] | None, label: str) -> list[Any]:
     """Return the conversions of `mapping`, with each dequantizing operation wrapped in
-    `WholeBlocks`. Raises: WeightsError where `mapping` has no dequantizing operation.
+    `WholeBlocks`. Raises: WeightsError if `mapping` has no dequantizing operation.
     """
     found: list[Any] = []
     count = 0
@@ -399,7 +404,7 @@ def _renamed(
     converters = [each for each in mapping if isinstance(each, core.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix = model.base_model_prefix
-    # In the order of transformers: some renamings apply only from the first name of a group on.
+    # Sort as transformers does: some renamings apply only from the first name of a group on.
     for name in sorted(names, key=core.dot_natural_key):
         target, pattern = core.rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
@@ -413,10 +418,10 @@ def _renamed(
 def _convert(
     first: str, transform: Any, sources: Iterable[tuple[str, str]], model: Any, read: Read
 ) -> dict[str, torch.Tensor]:
-    # A copy, since a transform keeps the tensors that are added to it.
+    # Copy the transform: `add_tensor` stores tensors in it.
     held = copy.deepcopy(transform)
     for pattern, name in sources:
-        # `convert` calls the function: no tensor is read before.
+        # Add a function instead of a tensor; `convert` calls it, so nothing is read before.
         held.add_tensor(first, name, pattern, lambda name=name: read(name))
     with torch.no_grad():
         made = held.convert(first, model=model, config=model.config)
@@ -435,12 +440,12 @@ def _is_of_quantizer(operation: Any) -> bool:
 def _is_stack(
     transform: Any, sources: Sequence[tuple[str, str]], targets: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Return whether the group has one target, whose row i depends only on the i-th tensor of each
-    pattern.
+    """Return whether the group is stacked: one target, whose row i depends only on the i-th tensor
+    of each pattern.
     """
     core = transformers_loading()
     operations = list(getattr(transform, "operations", ()))
-    # Dequantization works on a weight and its scales at a time, before tensors are stacked.
+    # Skip dequantization, which processes each weight separately, before tensors are stacked.
     while operations and hasattr(operations[0], "hf_quantizer"):
         operations.pop(0)
     if not operations or len(targets) != 1:
@@ -467,8 +472,8 @@ def _keeps_rows(core: Any, operation: Any, dims: int) -> bool:
 
 
 def _not_ignored(model: Any, unused: Mapping[str, Sequence[str]]) -> Iterable[str]:
-    """Return the unused names that the model does not ignore. `from_pretrained` ignores the others
-    silently, too. unused: names in the files, each with its names after conversion.
+    """Return the unused names that the model does not ignore; `from_pretrained` ignores the same
+    names. unused: names in the files, each with the names after conversion.
     """
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
@@ -489,11 +494,11 @@ def _not_ignored(model: Any, unused: Mapping[str, Sequence[str]]) -> Iterable[st
 
 @dataclasses.dataclass(frozen=True)
 class ReverseGroup:
-    """Tensors of the model that are converted together to tensors of files.
+    """Tensors of the model that one transform converts to tensors of files.
 
-    model: the proxy from which the transform reads shapes and dtypes. sources: (pattern, name in
-    the model). names: maps each name that the conversion returns to the name in the files. targets:
-    the resulting tensors on meta, by their names in the files.
+    model: proxy from which the transform reads shapes and dtypes. sources: (pattern, name in the
+    model). names: name in the files for each name that the transform returns. targets: the
+    resulting tensors on meta, by name in the files.
     """
 
     model: Any
@@ -505,19 +510,19 @@ class ReverseGroup:
 
     @property
     def renamed(self) -> bool:
-        """True if the group is one tensor that is only renamed."""
+        """True if the group is one tensor that the transform only renames."""
         return not _is_converter(self.transform)
 
     def convert(self, read: Read) -> dict[str, torch.Tensor]:
-        """Return the tensors of the files, contiguous or views of the tensors that `read` gave."""
+        """Return the tensors of the files: contiguous, or views of the results of `read`."""
         made = _convert(self.first, self.transform, self.sources, self.model, read)
         return {self.names[name]: value for name, value in made.items()}
 
 
 def saved_conversions(model: Any) -> list[Any]:
-    """Return the conversions that transformers would revert to save this model: the conversions
-    with which the model was loaded, or else those of its type. The result has no operations of a
-    quantizer.
+    """Return the conversions that transformers would revert to save this model: the conversions of
+    the load, or without a load the conversions of the model's type; without a quantizer's
+    operations.
     """
     held = getattr(model, "_weight_conversions", None)
     if held is not None:
@@ -525,16 +530,16 @@ def saved_conversions(model: Any) -> list[Any]:
     core = transformers_loading()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    # As when transformers saves: without renamings of old releases, and without a prefix, since the
-    # model does not record whether its checkpoint had a prefix.
+    # As transformers does to save, leave out renamings of old releases, and prefixes: the model
+    # does not record whether its checkpoint had a prefix.
     found = get_model_conversion_mapping(model, add_legacy=False)
     return [each for each in found if not isinstance(each, core.PrefixChange)]
 
 
 def _without_quantizer(model: Any, held: Sequence[Any]) -> list[Any]:
-    """Replace converters with operations of a quantizer by the plain converters of the model's
-    type, and drop converters of the quantizer alone. If reverted, the quantizer's operations would
-    quantize weights that the load has dequantized.
+    """Replace converters that include a quantizer's operations with the plain converters of the
+    model's type, and remove converters with only such operations. Their reverse would quantize the
+    weights that the load has dequantized.
     """
     kind = [each for each in conversions_of(model) if _is_converter(each)]
     found: list[Any] = []
@@ -555,10 +560,10 @@ def _without_quantizer(model: Any, held: Sequence[Any]) -> list[Any]:
 def plan_reverse(
     model: Any, tensors: Mapping[str, torch.Tensor], conversions: Sequence[Any]
 ) -> list[ReverseGroup]:
-    """Plan the conversion from tensors of the model (on meta, by name) to tensors under the hub's
+    """Plan the conversion from tensors of the model (on meta, by name) to tensors with the hub's
     names. The groups are in the order of `tensors`.
 
-    Raises: ValueError where a conversion has no reverse.
+    Raises: ValueError if a conversion has no reverse.
     """
     core = transformers_loading()
     order = {name: index for index, name in enumerate(tensors)}
@@ -572,7 +577,7 @@ def plan_reverse(
         for first, (transform, sources) in found.items():
             made = _convert(first, transform, sources, asked, tensors.__getitem__)
             is_converted = _is_converter(transform)
-            # A converter renames by its own patterns only, so that renamings must follow it.
+            # A converter renames only by the converter's patterns, so apply renamings afterwards.
             names = {
                 name: core.apply_renamings(name, renamings) if is_converted else name
                 for name in made

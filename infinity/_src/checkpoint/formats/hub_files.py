@@ -1,13 +1,13 @@
-"""Checkpoints of the hub as a source of weights. A model of transformers gets the same values as
-from `from_pretrained`, one group of tensors at a time.
+"""Checkpoints of the hub as a source of weights. A load gives a transformers model the same values
+as `from_pretrained`, and reads and converts one group of tensors at a time.
 
     safetensors, GGUF  ->  conversion of transformers, group by group  ->  tensors of the model
 
-Fused tensors (the experts of a layer) are converted a few rows at a time. Quantized weights are
-dequantized during the conversion, where transformers has an operation for it.
+A load converts fused tensors (the experts of a layer) a few rows at a time. The conversion also
+dequantizes weights if transformers has an operation for their quantization.
 
-An export reverses the direction: it reads a group from the model, converts it by transformers'
-reverse conversion to the hub's names, and writes the result.
+An export reads a group from the model, converts the group with transformers' reverse conversion to
+tensors with the hub's names, and writes these tensors.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ _DEQUANTIZED = ("fp8",)
 """Methods of quantization whose weights transformers can dequantize tensor by tensor on a CPU."""
 
 CONVERTED_BYTES = 1 << 20
-"""Bytes of fused tensors that are converted together; a larger expert is converted alone."""
+"""Bytes of fused tensors that a conversion processes at a time; or one expert, if it is larger."""
 
 _GROUPS_OF_TILES = 3
-"""Groups that stay in memory while tiles are initialized: a tile may have parts of that many
-weights."""
+"""Number of groups that stay in memory during reads of tiled weights: one tile may have parts of
+three weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
     """Open files, and the plan of their conversion. saved: the conversions that an export reverts.
-    quantized: the configuration by which weights are dequantized; None for unquantized weights.
+    quantized: configuration of the quantization; None for unquantized weights.
     """
 
     files: StoredTensors
@@ -99,7 +99,7 @@ class _Opened:
 
 
 class HubTensors(FileTensors):
-    """The tensors of a model of transformers, made from a directory of safetensors files, one
+    """Tensors of a transformers model, converted from a directory of safetensors files, one
     safetensors file, or a GGUF file. The first access opens the files.
 
     Raises: FileNotFoundError; WeightsError for damaged files, and for tensors that transformers
@@ -109,8 +109,8 @@ class HubTensors(FileTensors):
     def __init__(self, model: torch.nn.Module, path: Path) -> None:
         self._model: Any = model
         self._path, self.label = path, str(path)
-        # Converted tensors of the last group (of tiled weights, of the last _GROUPS_OF_TILES
-        # groups), by the first name of each group.
+        # Converted tensors of the last group, or for tiled weights of the last _GROUPS_OF_TILES
+        # groups. Keys are the first names of the groups.
         self._made: dict[str, dict[str, torch.Tensor]] = {}
         self._rows = LastRows()
 
@@ -118,7 +118,7 @@ class HubTensors(FileTensors):
     def _opened(self) -> _Opened:
         if self._path.suffix == ".gguf":
             gguf, mapping = open_gguf(self._model, self._path, _main_dtype(self._model))
-            # saved=None: an export uses the hub's names of the model's type, not GGUF's names.
+            # saved=None: an export uses the hub's names for the model's type, not GGUF's names.
             return _Opened(gguf, _plan(self._model, gguf, mapping), None, None)
         files = open_safetensors(self._model, self._path)
         quantized = _quantization(self._model, self._path)
@@ -132,9 +132,10 @@ class HubTensors(FileTensors):
 
     def names(self) -> Iterable[str]:
         """Return the names of the model's tensors that the files have, and the names in the files
-        that the model does not expect. Raises: WeightsError for tensors that cannot be converted,
-        for tied weights with two values, and for quantized weights whose scales no operation
-        applies.
+        that the model does not expect.
+
+        Raises: WeightsError for tensors that transformers cannot convert, for tied weights with two
+        values, and for quantized weights whose scales no operation applies.
         """
         self._check_broken()
         _check_scales(self._model, self._opened)
@@ -157,20 +158,19 @@ class HubTensors(FileTensors):
         return SourceFiles(self._opened.files.files.paths, conversion)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor of the model. The tensors of its group stay in memory until another
-        converted group is read. During reads of tiled weights the last _GROUPS_OF_TILES groups
-        stay.
+        """Read one tensor of the model. The tensors of the same group stay in memory until a read
+        of another converted group; for tiled weights, the last _GROUPS_OF_TILES groups stay.
         """
         group = self._group(name)
         if group.renamed is not None:
             return self._opened.files.read(group.renamed)
         if group.first not in self._made:
-            # Freed first, so that memory never holds two groups of whole weights.
+            # Free older groups first, so that memory never holds two groups of whole weights.
             kept = _GROUPS_OF_TILES - 1 if self._tiled.intersection(group.targets) else 0
             for other in list(self._made)[: max(0, len(self._made) - kept)]:
                 del self._made[other]
             made = group.convert(self._opened.files.read)
-            # Contiguous, so that parts of them are views.
+            # Make the tensors contiguous, so that parts of them are views.
             self._made[group.first] = {key: value.contiguous() for key, value in made.items()}
         return self._made[group.first][name]
 
@@ -185,9 +185,9 @@ class HubTensors(FileTensors):
         }
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read the elements of one tensor of the model from `start` on. Fused experts are converted
-        a few experts at a time, which stay in memory for further parts until their last element or
-        others are read.
+        """Read the elements of one tensor of the model from `start` on. The call converts a few
+        fused experts at a time. These experts stay in memory for the next call, until a call reads
+        their last element or other experts.
         """
         group, files = self._group(name), self._opened.files
         if group.renamed is not None:
@@ -209,10 +209,10 @@ class HubTensors(FileTensors):
 
     @property
     def converting_bytes(self) -> int:
-        """Upper bound of the bytes of memory that a conversion takes: the tensors of the files, the
-        results, and a copy between two operations, of the largest group. A stack needs them only
-        for the rows that are converted together. With tiled weights the results of other groups are
-        added, which stay in memory.
+        """Upper bound of the memory that a conversion takes: for the largest group, the tensors of
+        the files, the results, and a copy between two operations. A stack needs these only for the
+        rows that are converted at a time. Tiled weights add the results of the other groups that
+        stay in memory.
         """
         groups = {group.first: group for group in self._opened.plan.groups.values()}
         files = self._opened.files
@@ -233,8 +233,8 @@ class HubTensors(FileTensors):
         return f"{first}{f', and {more} tensors more' if more else ''}"
 
     def explain(self, name: str) -> Faults:
-        """Return under the hub's names the tensors that the files lack for a tensor of the model,
-        or have with another shape.
+        """Return the faults of the files for a tensor of the model, by the hub's names: missing
+        tensors, and tensors of another shape.
         """
         files, faults = self._opened.files, Faults()
         group = self._reversed.get(name)
@@ -255,11 +255,11 @@ class HubTensors(FileTensors):
 
     @functools.cached_property
     def _reversed(self) -> dict[str, ReverseGroup]:
-        """The reverse conversion of each tensor of the model. Planned once for all messages."""
+        """Reverse conversion of each tensor of the model, for messages."""
         try:
             groups = plan_reverse(self._model, names_of(self._model), self._opened.saved or ())
         except ValueError:
-            # Only messages need the plan: without it they use the model's name.
+            # Only messages need the plan; without a plan, messages use the model's names.
             return {}
         return {source: group for group in groups for _, source in group.sources}
 
@@ -277,8 +277,8 @@ class HubTensors(FileTensors):
             )
 
     def _check_ties(self) -> None:
-        """Raise WeightsError where the files have two different values for a tied weight of the
-        model: `from_pretrained` would make two weights of them.
+        """Raise WeightsError if the files have two different values for a tied weight of the model;
+        `from_pretrained` would untie the weight.
         """
         groups, label = self._opened.plan.groups, self.label
         for entry in find_parameters(self._model):
@@ -298,8 +298,8 @@ class HubTensors(FileTensors):
                     )
 
     def _is_same(self, first: str, other: str) -> bool:
-        """Return whether two tensors of the model have the same values; their dtypes in the files
-        may differ.
+        """Return whether two tensors of the model have the same values in the files, where their
+        dtypes may differ.
         """
         shape, is_floating = self.shape(first), self.dtype(first).is_floating_point
         if shape != self.shape(other) or is_floating is not self.dtype(other).is_floating_point:
@@ -309,8 +309,8 @@ class HubTensors(FileTensors):
         if is_floating:
             dtypes = {torch.float64 if torch.float64 in dtypes else torch.float32}
         numel, dtype = math.prod(shape), dtypes.pop()
-        # In pieces only if the tensors are stored as they are: a converted tensor would be
-        # converted again for each piece.
+        # Compare in pieces only if the files store the tensors unconverted; else each piece would
+        # repeat the conversion.
         is_stored = not isinstance(files, UnpackedGguf) and all(
             groups[name].renamed is not None for name in (first, other)
         )
@@ -326,7 +326,7 @@ class HubTensors(FileTensors):
 
     def finish(self) -> None:
         """Record the conversions in the model, as `from_pretrained` does, so that exports revert
-        them. Removes the configuration of quantization, since the weights are dequantized.
+        them. Remove the configuration of quantization, since the weights are dequantized.
         """
         self._made, self._rows = {}, LastRows()
         self._model._weight_conversions = self._opened.saved
@@ -339,7 +339,7 @@ class HubTensors(FileTensors):
 
 
 def open_weights(model: torch.nn.Module, path: Path) -> FileTensors:
-    """Open a directory or a file of weights for a model; for a model of transformers, with
+    """Open a directory or a file of weights for a model; for a transformers model, with the
     conversion. Raises: as `HubTensors`, and as `SafetensorsFiles`.
     """
     if not is_hub_model(model):
@@ -348,8 +348,8 @@ def open_weights(model: torch.nn.Module, path: Path) -> FileTensors:
 
 
 def _unconverted(model: Any, path: Path) -> StoredTensors:
-    """Open files whose names and shapes are the model's. Raises: WeightsError for all other files:
-    the installed release of transformers cannot convert them.
+    """Open files that need no conversion: their names and shapes are the model's. Raises:
+    WeightsError for other files, since the installed release of transformers cannot convert.
     """
     if path.suffix != ".gguf" and _quantization(model, path) is None:
         files, known = open_safetensors(model, path), names_of(model)
@@ -371,12 +371,14 @@ def _too_old(path: Path) -> WeightsError:
 def hub_checkpoint(
     model: torch.nn.Module, load: Source | None
 ) -> Iterator[Source | NamedTensors | None]:
-    """Context that prepares a model of transformers for a load from a path. Yields the source that
-    replaces the path; any other `load` is yielded unchanged.
+    """Prepare a transformers model for a load from a path, as a context. Yields the source that
+    replaces the path. If `load` is no path, yields it unchanged.
 
-    Parameters on meta, and persistent buffers, get the dtypes that `from_pretrained` gives them
-    (some stay in fp32). An error restores the model's dtypes. Raises: WeightsError where the model
-    may keep parameters in fp32, and the release of transformers cannot tell which.
+    Parameters on meta, and persistent buffers, get the same dtypes as from `from_pretrained` (some
+    stay in fp32). An error restores the model's dtypes.
+
+    Raises: WeightsError if the model may keep some parameters in fp32, but the release of
+    transformers does not say which.
     """
     if not isinstance(load, (str, os.PathLike)) or not is_hub_model(model):
         yield load
@@ -398,20 +400,20 @@ def hub_checkpoint(
 
 
 def _rows_together(stack: torch.Tensor) -> int:
-    """Return how many rows of a stack are converted together."""
+    """Return the number of rows of a stack that a conversion processes at a time."""
     row_bytes = stack.numel() // stack.shape[0] * stack.dtype.itemsize
     return max(1, CONVERTED_BYTES // max(row_bytes, 1))
 
 
 def _converting_bytes(group: ForwardGroup, files: StoredTensors) -> int:
-    """Return an upper bound of the bytes of memory that the conversion of a group takes."""
+    """Return an upper bound of the memory, in bytes, that the conversion of a group takes."""
     stored = [_like(files, name) for _, name in group.sources]
     found = _bytes_of(stored) + 2 * _bytes_of(group.targets.values())
     if group.stacked:
         (stack,) = group.targets.values()
         found = -(-found * min(_rows_together(stack), stack.shape[0]) // stack.shape[0])
-    # Dequantization converts one weight at a time to fp32, pads it, and multiplies it by its
-    # scales.
+    # Dequantization converts one weight at a time to fp32, pads it, and multiplies it by scales:
+    # three fp32 tensors.
     quantized = max((each.numel() for each in stored if each.dtype.itemsize == 1), default=0)
     return found + 3 * torch.float32.itemsize * quantized
 
@@ -432,16 +434,15 @@ def _like(files: StoredTensors, name: str) -> torch.Tensor:
 
 
 def _plan_dtypes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give parameters and buffers on meta, and persistent buffers with storage, the dtypes that
-    transformers plans for them. The tensor objects stay the same. Returns each changed tensor with
-    its former data.
+    """Change parameters and buffers on meta, and persistent buffers with storage, in place to the
+    dtypes that transformers plans for them. Return each changed tensor with the former data.
     """
     plan = model._get_dtype_plan(_main_dtype(model))
     if not plan:
         return []
     pattern, by_group, _ = transformers_loading().build_glob_alternation(list(plan))
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
-    # A tensor that several modules share gets the dtype of the first name with another dtype.
+    # If several modules share a tensor, change it once: the first name with another dtype decides.
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for store in (module._parameters, module._buffers):
@@ -482,13 +483,13 @@ def _main_dtype(model: torch.nn.Module) -> torch.dtype:
 
 
 def _configs(model: Any) -> tuple[Any, ...]:
-    """Return the configurations that may contain a configuration of quantization."""
+    """Return the model's configurations that may contain a configuration of quantization."""
     return model.config, model.config.get_text_config(decoder=True)
 
 
 def _quantization(model: Any, path: Path) -> Any:
-    """Return the configuration of quantization: from the model's configuration, or else from the
-    config.json of the checkpoint. None: the weights are not quantized. Raises: as `read_config`.
+    """Return the configuration of quantization from the model's configuration or, if that has none,
+    from the checkpoint's config.json; None: unquantized weights. Raises: as `read_config`.
     """
     for config in _configs(model):
         held = getattr(config, "quantization_config", None)
@@ -501,8 +502,8 @@ def _quantization(model: Any, path: Path) -> Any:
 
 
 def _check_scales(model: Any, opened: _Opened) -> None:
-    """Raise WeightsError for 8-bit weights whose scales no conversion applies: the values would be
-    wrong without the scales.
+    """Raise WeightsError for 8-bit weights whose scales no conversion applies, since values without
+    scales would be wrong.
     """
     unused: dict[str, list[str]] = {}
     for name in opened.plan.unused:
@@ -528,8 +529,8 @@ def _check_scales(model: Any, opened: _Opened) -> None:
 
 
 def _scale_of(name: str, others: Iterable[str]) -> str | None:
-    """Return the name of a weight's scale among other tensors of its module; None without a scale.
-    Scales of inputs or activations do not count.
+    """Return the name of a weight's scale; None if there is none. others: names of further tensors
+    of the same module. Scales of inputs or activations are ignored.
     """
     own = name.rpartition(".")[2]
     for other in others:
@@ -542,8 +543,8 @@ def _scale_of(name: str, others: Iterable[str]) -> str | None:
 
 
 def _dequantizing(model: Any, config: Any, path: Path) -> list[Any]:
-    """Return the conversions of the model, dequantizing conversions included. Raises: WeightsError
-    for a quantization that cannot be dequantized tensor by tensor.
+    """Return the conversions of the model, including dequantizing conversions. Raises: WeightsError
+    for a quantization that transformers cannot dequantize tensor by tensor.
     """
     transformers_loading()
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -557,7 +558,7 @@ def _dequantizing(model: Any, config: Any, path: Path) -> list[Any]:
             "unquantized model",
             path=str(path),
         )
-    # A copy: the model's configuration must not change before the load has succeeded.
+    # Copy the configuration: the model's must not change before the load has succeeded.
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=True)
     quantizer.quantization_config.dequantize = True
     block = quantizer.quantization_config.weight_block_size
@@ -572,8 +573,8 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _conversion_id(model: Any, quantized: Any) -> str:
-    """Return an identifier of the conversion from files to the model: the release of transformers,
-    and a digest of the types of the model's modules and of the configuration of quantization.
+    """Return an identifier of the conversion: the release of transformers, and a digest of the
+    types of the model's modules and of the configuration of quantization.
     """
     import transformers
 
@@ -589,10 +590,11 @@ def _conversion_id(model: Any, quantized: Any) -> str:
 
 
 def hub_parts(model: Any, of: Engine, *, masters: bool) -> list[ExportPart]:
-    """Return the parts of an export of a model of transformers, one for each group. Reads nothing.
+    """Return the parts of an export of a transformers model, one for each group, without tensors
+    that transformers does not save. Reads no tensor.
 
-    The parts leave out tensors that transformers does not save. Raises: ValueError where a
-    conversion has no reverse, or where the release of transformers cannot convert.
+    Raises: ValueError if a conversion has no reverse, or if the release of transformers cannot
+    convert.
     """
     if not can_convert():
         _refuse_conversions(model)
@@ -617,7 +619,7 @@ def hub_parts(model: Any, of: Engine, *, masters: bool) -> list[ExportPart]:
     parts = []
     for group in plan_reverse(model, likes, saved_conversions(model)):
         size = sum(sizes[name] for _, name in group.sources)
-        # A converted group is in memory twice: as read, and as written.
+        # A converted group is in memory twice: before and after the conversion.
         beside = 0 if group.renamed else size
         parts.append(ExportPart(size, functools.partial(_converted, group, readers), beside))
     return parts
@@ -635,8 +637,8 @@ def _converted(
 
 
 def _saved_name(model: Any, whole: Whole) -> str:
-    """Return the name under which transformers saves a weight. Of several tied names, transformers
-    saves the name to which the others are tied.
+    """Return the name under which transformers saves a weight: among tied names, the name to which
+    all further names are tied.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in whole.keys if name not in tied), whole.name)

@@ -1,11 +1,11 @@
-"""Safetensors: writing weights from a model or from a checkpoint.
+"""Safetensors: writes weights from a model or from a checkpoint.
 
     write_safetensors    a model's units           ->  model-00001-of-00003.safetensors, …, index
-    ExportJob            chunks of a checkpoint    ->  the same, without a model
+    ExportJob            chunks of a checkpoint    ->  the same files, without a model
 
-`write_safetensors` has one file's tensors in memory at a time, `ExportJob` a few chunks. The files
-are byte for byte those of the format's reference library. The tiles of a weight are written as one
-tensor, as in every format except infinity's checkpoints.
+`write_safetensors` has one file's tensors in memory at a time, `ExportJob` a few chunks. The bytes
+of the files are the same as from the format's reference library. Both write the tiles of a weight
+as one tensor; only infinity's checkpoints store tiles.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from infinity._src.params.unit import Param
 INDEX = "model.safetensors.index.json"
 _WAY_OUT = "inf.save keeps it; for an export give the model another dtype"
 _LEAVE_OUT = "inf.export_safetensors of the restored model leaves out what its names= says"
-# Names that an export gives; nothing else in the directory is ever removed.
+# Names of an export's files. An export removes only files with these names.
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -71,9 +71,7 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A tensor of a state dict. params: the parameter with its values, or all tiles of the weight,
-    in order.
-    """
+    """A tensor of a state dict. params: one parameter, or all tiles of the tensor in order."""
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
@@ -84,8 +82,8 @@ class Whole:
         return self.keys[0]
 
     def merged(self, read: Callable[[Param], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor, from what `read` returns for each parameter. One tile is in memory in
-        addition to the result.
+        """Assemble the tensor from the results of `read` for each parameter. Takes memory for one
+        tile in addition to the result.
         """
         whole: torch.Tensor | None = None
         for param in self.params:
@@ -103,8 +101,8 @@ class Whole:
 
 
 def wholes_of(params: Iterable[Param]) -> list[Whole]:
-    """Return the tensors of the state dict that hold these parameters, in the order of their first
-    parameters. The tiles of one weight are one tensor.
+    """Group parameters into the tensors of a state dict, in the order of their first parameters.
+    The tiles of one weight form one tensor.
     """
     tiles: dict[object, list[Param]] = {}
     for param in params:
@@ -119,8 +117,8 @@ def wholes_of(params: Iterable[Param]) -> list[Whole]:
 def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch.Tensor]) -> None:
     """Write one file. Blocks. Raises: OSError naming the path; any error of `values`.
 
-    tensors: in `file_order`. values: their elements in order, in parts of any length, each of which
-    is written before the next is made.
+    tensors: sorted by `file_order`. values: the elements of all tensors in that order, in parts of
+    any length. Each part is written before the iterator computes the next.
     """
     try:
         with path.open("wb") as out:
@@ -129,8 +127,8 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
             for value in values:
                 _append(out, value)
     except OSError as error:
-        # Errors of reading a checkpoint are subclasses of OSError with their own text. The error
-        # of a write does not name the path.
+        # An error with a path, or of a subclass of OSError, is of reading `values`, and complete.
+        # The error of a write does not name the path.
         if error.filename is not None or type(error) is not OSError:
             raise
         if error.errno == errno.ENOSPC:
@@ -148,10 +146,10 @@ def _append(out: IO[bytes], value: torch.Tensor) -> None:
 
 
 class WeightFiles:
-    """The files of one export. `finish` renames all of them, when they are on the drive. If the
+    """The files of one export. `finish` renames all files when they are on the drive. If the
     context exits before `finish`, an earlier export in the directory stays unchanged.
 
-    writes: False writes nothing, for ranks other than 0.
+    writes: False on ranks other than 0, which write nothing.
     """
 
     def __init__(self, target: Path, *, writes: bool = True) -> None:
@@ -182,31 +180,33 @@ class WeightFiles:
         check_link(self._target)
         self._target.mkdir(parents=True, exist_ok=True)
         for path in self._target.glob("model*.partial"):
-            # Only partial files of an export: the directory may hold anything else.
+            # Remove only partial files of an export: the directory may have other files.
             if path.stem == INDEX or _OURS.fullmatch(path.stem):
                 path.unlink()
 
     def put(
         self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]
     ) -> None:
-        """Call `write` with the path of a partial file, for the tensors with these names. Blocks
-        until the file is on the drive. Raises: OSError.
+        """Call `write` with the path of a partial file, and record `names`, the file's tensors.
+        Blocks until the file is on the drive. Raises: OSError.
         """
         self._names.update(dict.fromkeys(names, file))
         self._size_bytes += size_bytes
         if self._writes:
-            # Made anew here: `write` would open whatever has this name.
+            # Make a new file first: `write` would open a file or follow a link of this name.
             write_new(self._partial(file), b"")
             write(self._partial(file))
             # `finish` renames only files that are on the drive.
             fsync_file(self._partial(file))
 
     def finish(self) -> None:
-        """Give the files their names, write the index last if there are several files, and remove
-        the other files of an earlier export. Blocks.
+        """Rename the files, write the index if there are several files, and remove other files of
+        an earlier export. Blocks.
 
-        A crash meanwhile may leave files without an index, but never an index with files of another
-        export. Raises: OSError.
+        After a crash during the call, files may lack an index, but no index names files of another
+        export.
+
+        Raises: OSError.
         """
         if not self._writes:
             return
@@ -214,7 +214,7 @@ class WeightFiles:
         if len(self.files) > 1:
             whole = {"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}
             text = json.dumps(whole, indent=2, sort_keys=True)
-            # First: an old index with new files would join tensors of two exports.
+            # Remove the old index before the renames: it would join tensors of two exports.
             index.unlink(missing_ok=True)
             # The removal must be on the drive before the first new name.
             fsync_directory(self._target)
@@ -222,9 +222,9 @@ class WeightFiles:
             self._partial(file).replace(self._target / file)
         fsync_directory(self._target)
         if len(self.files) > 1:
-            # After all files: an index on the drive implies that they are there.
+            # Write the index after all files: an index on the drive promises that files are there.
             write_durably(index, f"{text}\n".encode())
-        # After the renames: until then the earlier export stays.
+        # Remove stale files only after the renames, so that the earlier export stays until then.
         _remove_stale(self._target, set(self.files))
         fsync_directory(self._target)
         # The directory may be new: its name must survive a crash, too.
@@ -235,8 +235,8 @@ class WeightFiles:
 
 
 def _remove_stale(target: Path, written: set[str]) -> None:
-    """Remove the remaining files of an earlier export: readers would take them for parts of this
-    one."""
+    """Remove the files that only an earlier export has: readers would take them for parts of the
+    new export."""
     stale = [path for path in target.glob("model*.safetensors") if _OURS.fullmatch(path.name)]
     for path in stale:
         if path.name not in written:
@@ -252,8 +252,8 @@ def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
     groups: list[list[int]] = [[]]
     size = 0
     for index, size_bytes in enumerate(sizes):
-        # A unit larger than the limit gets a separate file, which exceeds it. A part without bytes
-        # (the buffers, which lie with the first unit) begins no file.
+        # A unit larger than the limit gets a separate, larger file. A part of 0 bytes (buffers)
+        # never begins a file: buffers are in the file of the first unit.
         if groups[-1] and size_bytes and size + size_bytes > shard_bytes_max:
             groups.append([])
             size = 0
@@ -273,16 +273,18 @@ def shard_name(index: int, count: int) -> str:
 
 
 def read_value(of: Engine, param: Param, *, masters: bool) -> torch.Tensor:
-    """Read a parameter to the CPU: with `masters` its fp32 master if it has one, otherwise the
-    value that forward computes with. Collective. Blocks.
+    """Read a parameter to the CPU: with `masters` the fp32 master if there is one, otherwise the
+    value for forward. Collective. Blocks.
     """
     return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportPart:
-    """Tensors of an export that are read together, and lie in one file. read: returns them by name;
-    collective; blocks. beside_bytes: RAM that `read` takes in addition to the tensors.
+    """Tensors that an export reads together and writes into one file.
+
+    size_bytes: bytes of the tensors. read: function that returns the tensors by name; collective;
+    blocks. beside_bytes: RAM that `read` takes in addition to the tensors.
     """
 
     size_bytes: int
@@ -300,10 +302,11 @@ def write_safetensors(
     """Write the parts of a model in the layout of Hugging Face, one file in memory at a time.
     Blocks.
 
-    Files get their names when all are on the drive, the index last; an earlier export in the
-    directory stays until then. Collective; rank 0 writes. Raises: MemoryError before anything is
-    read; OSError naming the path; ValueError for a dtype that the format lacks; PeerFailed where
-    another rank failed.
+    The files get their final names when all files are on the drive; until then an earlier export in
+    the directory stays. Collective; rank 0 writes.
+
+    Raises: MemoryError before the first read; OSError naming the path; ValueError for a dtype that
+    the format lacks; PeerFailed if another rank failed.
     """
     files = WeightFiles(directory, writes=comm.rank == 0)
     sizes = [part.size_bytes for part in parts]
@@ -311,16 +314,16 @@ def write_safetensors(
     # The allocator's settings for training do not suit a stream of tensors.
     heap = Heap.for_stream()
     with files, ProgressLine("writing weights", sum(sizes), shown=comm.rank == 0) as line:
-        # Only rank 0 writes. Other ranks learn of its error here, and do not wait for it in the
-        # next read.
+        # Only rank 0 writes. Here the other ranks receive an error of rank 0; else they would wait
+        # for rank 0 in the next read.
         with Rendezvous(comm, f"making {directory}"):
-            # Every rank holds the tensors of a file, though only rank 0 writes.
+            # Every rank has the tensors of a file in memory, though only rank 0 writes.
             _check_memory(held_bytes([parts[part] for part in group] for group in groups))
             files.begin()
         for index, group in enumerate(groups):
             tensors: dict[str, torch.Tensor] = {}
             for part in group:
-                # Outside of a rendezvous: reading is a collective.
+                # Read outside of a rendezvous, since a read is a collective.
                 tensors.update(parts[part].read())
                 heap.freed()
                 line.advance(sizes[part])
@@ -329,7 +332,7 @@ def write_safetensors(
                 if tensors:
                     size_bytes = sum(tensor.nbytes for tensor in tensors.values())
                     files.put(file, tensors, size_bytes, functools.partial(_write_all, tensors))
-            # Free the tensors before the next file is read.
+            # Free the tensors before the first read for the next file.
             del tensors
             heap.freed()
         with Rendezvous(comm, f"finishing {directory}"):
@@ -337,7 +340,7 @@ def write_safetensors(
 
 
 def held_bytes(files: Iterable[Sequence[ExportPart]]) -> int:
-    """Return the most RAM that writing files of these parts takes: the tensors of one file."""
+    """Return the peak of RAM of an export with these files, which holds one file's tensors."""
     return max(
         sum(part.size_bytes for part in file) + max((part.beside_bytes for part in file), default=0)
         for file in files
@@ -355,18 +358,20 @@ def _check_memory(held: int) -> None:
 
 
 Rename = Callable[[str], "str | None"]
-"""Returns the name in the file for a tensor of the state dict; None leaves the tensor out."""
+"""Function from a state dict's name to the name in the file; None leaves the tensor out."""
 
 
 def module_parts(
     model: torch.nn.Module, of: Engine, *, masters: bool, rename: Rename = str
 ) -> list[ExportPart]:
-    """Return the tensors of each unit as a part, under the names of the modules. A weight whose
-    tiles are separate units belongs to the unit of its first tile. Persistent buffers are a part
-    after the first, and lie in its file.
+    """Return one part for each unit, with names from the modules. A weight whose tiles are separate
+    units belongs to the unit of the first tile. Persistent buffers form a part after the first
+    part, and are in the same file.
 
-    A tensor with several names gets the first that `rename` does not leave out. Raises: ValueError
-    where two tensors would get one name, or for a dtype that safetensors lacks.
+    A tensor with several names gets the first name that `rename` does not leave out.
+
+    Raises: ValueError if two tensors would get the same name, or for a dtype that safetensors
+    lacks.
     """
     params = [param for unit in of.units for param in unit.params]
     wholes = wholes_of(params)
@@ -392,7 +397,7 @@ def module_parts(
         for unit in units
         if unit
     ]
-    # Buffers count as 0 bytes, so that files are split at the same units as in earlier releases.
+    # Count buffers as 0 bytes, so that files are split at the same units as in earlier releases.
     beside = ExportPart(0, functools.partial(_read_buffers, model, buffers))
     return [*parts[:1], beside, *parts[1:]]
 
@@ -438,7 +443,7 @@ def check_written(
 
 
 def whole_bytes(of: Engine, whole: Whole, *, masters: bool) -> int:
-    """Return the bytes of a tensor as it is written."""
+    """Return the bytes that a tensor takes in the file."""
     return sum(
         param.numel * (4 if masters and has_master(of.states, param) else param.dtype.itemsize)
         for param in whole.params
@@ -449,7 +454,7 @@ def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
     described = [
         FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()
     ]
-    # The order of the format's reference library, so that files are identical byte for byte.
+    # Use the order of the format's reference library, so that files are identical byte for byte.
     described.sort(key=file_order)
     write_file(path, described, (tensors[each.name] for each in described))
 
@@ -459,7 +464,7 @@ def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """The result of an export. size_bytes: of all tensors."""
+    """Result of an export. files: names of the files. size_bytes: bytes of all tensors."""
 
     files: tuple[str, ...]
     tensors: int
@@ -468,8 +473,8 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True)
 class _SavedTensor(FileTensor):
-    """A tensor of a checkpoint: a parameter, the tiles of a weight (rows of tiles), or a buffer in
-    memory.
+    """A tensor of a checkpoint. saved: a parameter, or the tiles of a weight as rows of tiles; or
+    empty for a buffer, whose value is in memory.
     """
 
     saved: tuple[tuple[SavedParam, ...], ...]
@@ -486,9 +491,11 @@ class ExportJob:
 
         header  ->  each parameter: read its chunks ahead, check them, cast, append
 
-    masters: write fp32 masters where the checkpoint has them, otherwise the values that forward
-    computes with. dtype: round floating parameters to it; None rounds none. Buffers are never
-    rounded. Raises: ValueError for a dtype that safetensors lacks.
+    masters: write the fp32 master of a parameter if the checkpoint has one, otherwise the value for
+    forward. dtype: dtype to which the export rounds floating parameters, but no buffers; None: no
+    rounding.
+
+    Raises: ValueError for a dtype that safetensors lacks.
     """
 
     def __init__(
@@ -498,7 +505,7 @@ class ExportJob:
         self._masters = masters
         self._dtype = dtype
         data = checkpoint.attachment("buffers", 0)
-        # Rank 0's buffers, as an export from a model writes them.
+        # Write rank 0's buffers, as an export from a model does.
         buffers = read_buffers(data) if data is not None else {}
         self._buffers = [
             _SavedTensor(name, value.dtype, tuple(value.shape), (), value)
@@ -506,7 +513,7 @@ class ExportJob:
         ]
         flats = enumerate(checkpoint.flats)
         saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
-        # Tiles are separate units; those of one module are exported together.
+        # Tiles are separate units; export the tiles of a module together.
         units = itertools.groupby(
             saved, key=lambda each: tiled_module_name(each.entry.name) or each.flat.unit
         )
@@ -523,13 +530,14 @@ class ExportJob:
         shard_bytes_max: int,
         progress: Callable[[int], object] = lambda _size: None,
     ) -> Exported:
-        """Write all tensors. progress: called with the bytes of each part that was written. Blocks.
+        """Write all tensors. progress: called with the bytes of each written part. Blocks.
 
-        Files get their names when all are on the drive, the index last; other files of an earlier
-        export are removed then. Raises: OSError naming the path; ChecksumError naming what is
-        damaged.
+        When all files are on the drive, the files get their final names, and other files of an
+        earlier export are removed.
+
+        Raises: OSError naming the path; ChecksumError naming the damage.
         """
-        # Before anything is written, so that a missing file is found at once.
+        # Check before the first write, so that a missing file raises immediately.
         self._checkpoint.check_files()
         sizes = [sum(tensor.size_bytes for tensor in unit) for unit in self._units]
         groups = group_units(sizes, shard_bytes_max)
@@ -561,9 +569,10 @@ class ExportJob:
     def tensors(
         self, progress: Callable[[int], object] = lambda _size: None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor with its name, one in memory at a time. Chunks are read ahead.
+        """Yield each tensor with its name, and read chunks ahead. One tensor is in memory at a
+        time.
 
-        Raises: OSError naming the path; ChecksumError naming what is damaged.
+        Raises: OSError naming the path; ChecksumError naming the damage.
         """
         self._checkpoint.check_files()
         reader = ChunkReader(self._checkpoint, self._sections())
@@ -577,7 +586,7 @@ class ExportJob:
             reader.close()
 
     def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_SavedTensor]:
-        """Return the tensors of a unit's parameters; for the tiles of a module, its whole weights.
+        """Return the tensors of a unit's parameters; for the tiles of a module, the whole weights.
         """
         weights: dict[str, list[SavedParam]] = {}
         for each in unit:
@@ -598,12 +607,12 @@ class ExportJob:
             *first.shape[2:],
         )
         dtypes = [self._dtype_of(each) for each in parts]
-        # Some tiles may have masters and others not: the wider dtype holds both.
+        # Some tiles may have masters and others not; the wider dtype represents both exactly.
         return _SavedTensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)
 
     def _dtype_of(self, saved: SavedParam) -> torch.dtype:
         own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)
-        # Whole numbers (token ids, counts) are never rounded to a floating dtype.
+        # Never round whole numbers (token ids, counts) to a floating dtype.
         rounds = self._dtype is not None and kind_of(own) == "floating"
         return self._dtype if self._dtype is not None and rounds else own
 
@@ -626,7 +635,7 @@ class ExportJob:
         reader: ChunkReader,
         progress: Callable[[int], object],
     ) -> Iterator[torch.Tensor]:
-        # Requested in the order in which the loop below takes them.
+        # Request chunks in the order in which the loop below takes them.
         chunks = reader.read(
             (
                 (saved, piece)
@@ -647,7 +656,7 @@ class ExportJob:
                     if len(row) == 1:
                         yield from values
                     else:
-                        # Tiles along the inputs: their rows alternate in the file.
+                        # These tiles cut the inputs, so each row of the file has a part of each.
                         tiles.append(torch.cat(list(values)).view(saved.entry.shape))
                 if tiles:
                     yield torch.cat(tiles, dim=1)
