@@ -159,9 +159,9 @@ UPDATES_PER_CORE = {"exact": 0.507e9, "bf16": 0.400e9, "compact": 0.248e9}
 AVX-512 (bench/results/kernels.jsonl)."""
 
 CHECKSUMS_PER_CORE = 12.7e9
-"""Bytes per second of which one core computes checksums during an "exact" update. A core updates
-0.507e9 parameters per second without checksums, and 0.259e9 with checksums of 24 bytes for each
-parameter: 24 / (1 / 0.259e9 - 1 / 0.507e9)."""
+"""Bytes per second for which one core computes checksums during an "exact" update. A core updates
+0.507e9 parameters per second without checksums, and 0.259e9 if it also computes checksums of 24
+bytes for each parameter: 24 / (1 / 0.259e9 - 1 / 0.507e9)."""
 
 LINK = 100e9 / 8
 """Bytes per second between one node and all other nodes, each way; assumed: 100 Gbit/s."""
@@ -329,8 +329,8 @@ def describe_machine(
     float32: bool = False,
     **figures_given: Unpack[Figures],
 ) -> Machine:
-    """Describe a machine. A figure that is not given comes from the kind of GPU (`gpu`), from a
-    record (`bench`, `updates_per_core`), or from assumptions; `Machine.sources` says which.
+    """Describe a machine. Figures that the caller does not pass are from the kind of GPU (`gpu`), a
+    record (`bench`, `updates_per_core`), or assumptions; `Machine.sources` says which.
 
     ram_bytes, drives, nvme_bytes: RAM, number of drives (None: the number in `bench`, else one) and
     capacity of all drives of a node. bench_name, updates_name: names of the records for `sources`.

@@ -561,7 +561,7 @@ def _busy_times(
 ) -> dict[str, BusyTime]:
     updated = 2 * sizes.states + sizes.grads
     on_cpu = job.policy.update_on == "cpu"
-    # A GPU adds up the gradients of micro-batches in its own memory.
+    # A GPU adds up the gradients of micro-batches in GPU memory, not in CPU memory.
     added = 0.0 if machine.gpus else (job.micro_batches - 1) * sizes.grads
     early = updated if on_cpu else 0.0
     first = sizes.first

@@ -550,7 +550,7 @@ def _states_kind(job: Job) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-# -- What more of the machine would bring ----------------------------------------------------------
+# -- A larger machine ------------------------------------------------------------------------------
 
 
 def upgrades(

@@ -8,8 +8,8 @@ estimates activations and floating-point operations from the sizes in the model'
                                 except the experts that a token is not routed to
     boundary activations        layers x width x itemsize per token: inputs of checkpointed blocks
     activations of a block      (12 x width + 4 x MLP width x experts) x itemsize per token, where
-                                experts counts a token's routed and shared experts. With
-                                checkpointing one block has them, else every layer keeps them
+                                experts counts a token's routed and shared experts; for one block at
+                                a time with checkpointing, else for all layers
     logits                      10 B per token and vocabulary entry: 2 B as computed, 4 B fp32 copy,
                                 4 B gradient; 8 B if the model computes in fp32, which needs no
                                 copy. A loss in tiles needs this for the entries of one tile, and

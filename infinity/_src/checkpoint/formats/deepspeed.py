@@ -528,7 +528,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         return model
 
     def _check_whole(self, parts: Sequence[Vector], needed: int) -> None:
-        # With the optimizer on NVMe, DeepSpeed writes only the sub-groups that are in memory.
+        # With the optimizer on NVMe, DeepSpeed writes only the part that is in memory.
         held = {part.numel for part in parts}
         if held != {needed}:
             shown = " or ".join(map(str, sorted(held)))

@@ -472,8 +472,8 @@ def _keeps_rows(core: Any, operation: Any, dims: int) -> bool:
 
 
 def _not_ignored(model: Any, unused: Mapping[str, Sequence[str]]) -> Iterable[str]:
-    """Return the unused names that the model does not ignore; `from_pretrained` ignores the same
-    names. unused: names in the files, each with the names after conversion.
+    """Return the unused names that the model does not ignore, as `from_pretrained` finds them.
+    unused: names in the files, each with the names after conversion.
     """
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
