@@ -34,7 +34,7 @@ from infinity._src.plan.machine import describe_machine
 from infinity._src.plan.predict import predict
 from infinity._src.plan.workload import shape_of
 from infinity.aio import Fault, Format, Seam
-from infinity.errors import MemoryLimitError, StateInvalid
+from infinity.errors import MemoryLimitError, StateInvalid, StepUndone
 from tests import harness, models
 from tests.device import simulated
 from tests.forks import FORKSERVER
@@ -621,6 +621,33 @@ def test_a_checkpoint_is_restored_into_units_with_and_without_vectors(
     inf.restore(model, optimizer, tmp_path / "saved")
     assert_same(harness.states_of(model), wanted)
     inf.handle(model).close()
+
+
+def test_an_interrupt_undoes_the_updates_that_ran_ahead_of_their_step(tmp_path: Path) -> None:
+    batches, found = models.token_batches(5), []
+    for interrupted in (True, False):
+        values = {**MIN, "update": "backward", "generations": 2}
+        model = inf.offload(models.make(models.Small), policy(tmp_path, **values))
+        optimizer = inf.Muon(model.parameters(), lr=0.02)
+        harness.train(model, optimizer, batches[:3])
+        transform, count = optimizer.transform, itertools.count(1)
+
+        def stops(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+            if next(count) == 3:  # noqa: B023
+                raise KeyboardInterrupt
+            return transform(matrix, group)  # noqa: B023
+
+        if interrupted:
+            optimizer.transform = stops  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                models.loss_of(model, batches[3]).backward()
+            with pytest.raises(StepUndone, match=r"\(KeyboardInterrupt\)"):
+                optimizer.step()
+            optimizer.zero_grad()
+        harness.train(model, optimizer, batches[3:])
+        found.append((harness.values_of(model), harness.states_of(model)))
+        inf.handle(model).close()
+    assert_same(found[0], found[1])
 
 
 def durable(place: Path) -> tuple[nn.Module, inf.Muon]:

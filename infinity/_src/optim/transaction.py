@@ -243,8 +243,10 @@ def _undone(cause: BaseException, *, of_gather: bool) -> StepUndone:
     met, since = "an optimizer update failed", ""
     if of_gather:
         met, since = "a unit cannot be read", ", and later writes to parameters,"
+    # An interrupt has no text.
+    text = str(cause) or type(cause).__name__
     undone = StepUndone(
-        f"{met} ({cause}); the step was undone: parameters, optimizer states and step counts"
+        f"{met} ({text}); the step was undone: parameters, optimizer states and step counts"
         f"{since} are those before it; its gradients are consumed. After fixing the cause clear "
         "the gradients, and repeat the step's batches or continue with the next"
     )
