@@ -117,8 +117,9 @@ def read_updates(path: Path) -> dict[str, float]:
         ) from error
     if states.count("exact") != 1 or not min(rates.values()) > 0:
         raise ValueError(
-            f"{path} has {states.count('exact')} rates of the exact state from memory, not one, or "
-            "a rate that is none"
+            f"{path} must have 1 rate of the state 'exact' in memory, and positive rates only; it "
+            f"has {states.count('exact')}, and the rates {rates}; write it with: "
+            "python -m infinity.bench adam --json FILE"
         )
     scale = rates["exact"] / UPDATES_PER_CORE["exact"]
     return {state: rates.get(state, rate * scale) for state, rate in UPDATES_PER_CORE.items()}

@@ -310,8 +310,8 @@ def check_job(job: Job, machine: Machine) -> None:
         raise ValueError(f"expert_tile={job.expert_tile} must not be negative")
     if machine.world == 1 and (policy.qwz or policy.hpz or policy.qgz):
         raise ValueError(
-            "qwz, hpz and qgz change what ranks send each other, and there is one: leave them "
-            "out"
+            "qwz, hpz and qgz change the exchanges between ranks, and this job has one rank: leave "
+            "them out"
         )
 
 

@@ -704,7 +704,7 @@ def test_stages_and_switches_are_planned_as_told(small: Path, tmp_path: Path) ->
         (["--zero", "1", "--accumulate-in", "shard"], "which is zero=2"),
         (["--zero", "1", "--hpz", "cpu"], "hpz='cpu': with zero=1"),
         (["--error-feedback"], "set qgz=True"),
-        (["--qwz", "--nodes", "1", "--gpus", "1"], "there is one: leave them out"),
+        (["--qwz", "--nodes", "1", "--gpus", "1"], "has one rank: leave them out"),
         (["--link-gbps", "0"], "--link-gbps 0.0: give a positive number"),
         (["--link-gbps", "10", "--nodes", "1"], "add --nodes"),
         (["--ranks", "2"], "--ranks 2 beside --gpus 4"),

@@ -317,7 +317,7 @@ def test_a_node_s_copy_spares_the_drives() -> None:
         ({"zero": 1, "params": "device", "accumulate": "shard"}, 4, "which is zero=2"),
         ({"error_feedback": True}, 4, "set qgz"),
         ({"hpz": "nvme"}, 4, "hpz='nvme' is not known"),
-        ({"qwz": True}, 1, "there is one: leave them out"),
+        ({"qwz": True}, 1, "has one rank: leave them out"),
     ],
 )
 def test_jobs_of_ranks_that_make_no_sense_name_the_fix(
