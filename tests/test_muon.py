@@ -366,7 +366,10 @@ def test_a_momentum_that_is_not_finite_is_an_error() -> None:
         inf.handle(model).close()
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("lr", "fast"), ("momentum", 2), ("ns_steps", "5")])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("lr", "fast"), ("momentum", 2), ("ns_steps", "5"), ("matrixwise", True)],
+)
 def test_a_value_that_is_wrong_changes_nothing(name: str, wrong: Any) -> None:
     model = inf.offload(models.make(models.Small), inf.Policy())
     optimizer = inf.Muon(model.parameters())

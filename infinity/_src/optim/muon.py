@@ -317,6 +317,20 @@ class Matrixwise(Optimizer):
         # Loops may change groups: check the values before any momentum changes.
         for group in self.param_groups:
             self.check_group(group)
+            chosen = group["matrixwise"]
+            held = [self._records[id(at_rest)] for at_rest in group["params"]]
+            changed = [
+                param
+                for param in held
+                if chosen is not None
+                and param not in self.stateless
+                and self.updates_matrix(param) != chosen
+            ]
+            if changed:
+                raise ValueError(
+                    f"matrixwise={chosen} for {changed[0].name}, which has the states of "
+                    f"matrixwise={not chosen}: set it before the optimizer is built"
+                )
 
     def make_matrices(
         self,
@@ -330,6 +344,7 @@ class Matrixwise(Optimizer):
         pipeline = engine.pipeline
         fault: AioError | StateInvalid | None = None
         found: dict[Param, torch.Tensor] = {}
+        memory: dict[Param, torch.Tensor] = {}
         try:
             for turn in _turns(engine, work):
                 memory = {
@@ -357,6 +372,8 @@ class Matrixwise(Optimizer):
             # A submission met the fault of an earlier update, and the states are restored.
             raise
         except BaseException as error:
+            # Native threads may still write there.
+            pipeline.retain(memory.values())
             pipeline.set_fault(half_done(error))
             raise
         pipeline.end_updates(fault)

@@ -221,6 +221,7 @@ class StepPipeline:
         # Masks of a step's first updates of these flats, if a step has two.
         self._first_masks: dict[Flat, npt.NDArray[np.uint32]] = {}
         self._pending: list[Ticket] = []
+        self._retained: list[torch.Tensor] = []
         self._pending_max = PENDING_MIN
         self._fault: Exception | None = None
         # True: every call raises the fault, since no undo repairs it.
@@ -300,8 +301,13 @@ class StepPipeline:
         self._forget_updates()
         return undone
 
+    def retain(self, memory: Iterable[torch.Tensor]) -> None:
+        """Keep memory that updates of an interrupted call may still use, until none is pending."""
+        self._retained += memory
+
     def _forget_updates(self) -> None:
         self._pending.clear()
+        self._retained.clear()
         self._unsharder.updates_ended()
 
     def undo_together(self, read: BaseException | None = None) -> NoReturn:
@@ -462,8 +468,7 @@ class StepPipeline:
         else:
             self._fault = self._fault or self._fault_of_update()
         if self._pending:
-            self._pending.clear()
-            self._unsharder.updates_ended()
+            self._forget_updates()
         self.raise_fault()
         self._store.settle_moves()
 
