@@ -87,5 +87,7 @@ def simulated(
         yield device
         assert device.races() == []
     finally:
+        # A failed test may still hold them.
+        device.hold_kernels(False)
         device.synchronise()
         monkeypatch.undo()
