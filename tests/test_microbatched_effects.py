@@ -411,7 +411,7 @@ def test_a_recurrent_module_that_may_have_places_first_is_refused() -> None:
     square = models.token_batches(1, rows=4, length=4)[0]["input_ids"]
     with pytest.raises(ValueError, match=r"rnn: .* which comes first in input \[4, 4, 8\]"):
         sliced(functools.partial(Recurrent, "places"))(square)
-    with pytest.raises(ValueError, match=r"rnn: the batch has as many rows as input \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"rnn: input \[4, 8\] has as many rows as the batch"):
         sliced(functools.partial(Recurrent, "table"))(IDS)
     for kind, batch in (("places", IDS), ("table", IDS[:3])):
         ours, plain = (make(functools.partial(Recurrent, kind)) for make in (sliced, models.make))

@@ -382,10 +382,12 @@ class Watchdog:
             # On a busy machine an exchange may take longer than an interval.
             answers = heartbeat.refresh(_LINGER_S)
             time.sleep(INTERVAL_S / 25)
-        heartbeat.stop(_LINGER_S)
+        # A thread that returns from a torch call after the interpreter's exit aborts the process.
+        limit_s = _SURVIVORS_S if how == "ended" else _LINGER_S
+        heartbeat.stop(limit_s)
         self._wake_thread()
         # Timed, since the watchdog's thread may be in a callback.
-        self._thread.join(_LINGER_S)
+        self._thread.join(limit_s)
         # Closed here, not by the watchdog's thread: until now that thread polled the pidfds, and
         # a closed pidfd looks like an ended process.
         if not self._thread.is_alive():

@@ -178,7 +178,7 @@ def test_scalars_are_rounded_once_as_torch_rounds_a_python_float() -> None:
 def test_scalars_that_cannot_be_are_refused_with_the_fix() -> None:
     with pytest.raises(ValueError, match="first update is step 1"):
         Hyper(lr=1e-3, step=0).row()
-    with pytest.raises(ValueError, match="at most 8 are replayed: multiply the factors"):
+    with pytest.raises(ValueError, match="replays at most 8: multiply the factors"):
         Hyper(lr=1e-3, step=1, log=(("mul", 2.0),) * (LOG_MAX + 1)).row()
     with pytest.raises(ValueError, match="has no optimizer states"):
         torch_update(Format.RAW, [np.zeros(1)], np.zeros(1, np.float32), np.zeros((), HYPER))
