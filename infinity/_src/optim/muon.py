@@ -318,13 +318,13 @@ class Matrixwise(Optimizer):
         for group in self.param_groups:
             self.check_group(group)
             chosen = group["matrixwise"]
+            if chosen is None:
+                continue
             held = [self._records[id(at_rest)] for at_rest in group["params"]]
             changed = [
                 param
                 for param in held
-                if chosen is not None
-                and param not in self.stateless
-                and self.updates_matrix(param) != chosen
+                if param not in self.stateless and self.updates_matrix(param) != chosen
             ]
             if changed:
                 raise ValueError(
@@ -361,11 +361,14 @@ class Matrixwise(Optimizer):
                 ]
                 self._transform_units(engine, started, parts)
                 found.update(parts)
-            for param in work:
-                # The second updates read these matrices in the chunks' `grad` sections.
-                if param in owned and param not in gradients:
-                    del found[param]
-                    engine.gradients.flush_spilled(param.unit)
+            # The second updates read these matrices in the chunks' `grad` sections.
+            spilled = [param for param in work if param in owned and param not in gradients]
+            for param in spilled:
+                del found[param]
+            units = {param.unit for param in spilled}
+            if units:
+                # Several units at once: a flush of one looks at the flats of all.
+                engine.gradients.flush_spilled(units.pop() if len(units) == 1 else None)
         except (AioError, StateInvalid) as error:
             fault = error
         except StepUndone:
